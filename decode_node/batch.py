@@ -21,7 +21,7 @@ from typing import Final
 
 from serving_core.node.costs import StepCosts
 from serving_core.node.leases import Leases
-from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestEvent, RequestState
 from serving_core.requests import Work
 
 STRETCH: Final = 1.3  # times the tightest TPOT that a full step may take: some sequences are ahead, some soon end
@@ -37,7 +37,7 @@ def slots_in_time(running: Sequence[NodeRequest], costs: StepCosts) -> float:
     if not tpots_s:
         return math.inf
     weights = costs.weights
-    num_cached = sum(each.num_computed for each in running if each.stage is RequestState.RUNNING) / len(running)
+    num_cached = sum(each.num_computed for each in running if each.state is RequestState.RUNNING) / len(running)
     kept_s = [tpot_s for tpot_s in tpots_s if weights.num_answers_within(tpot_s, num_cached)]
     return weights.num_answers_within(STRETCH * min(kept_s), num_cached) if kept_s else math.inf
 
@@ -71,9 +71,9 @@ class Writing:
         """Return one token for each running sequence that has or gets a block for it, oldest first."""
         works: list[Work] = []
         taken: set[NodeRequest] = set()
-        for node_request in self._node_requests.in_stage(RequestState.RUNNING):
+        for node_request in self._node_requests.in_state(RequestState.RUNNING):
             if (
-                node_request.stage is RequestState.RUNNING
+                node_request.state is RequestState.RUNNING
                 and not node_request.is_ending
                 and self._hold(node_request, taken)
             ):
@@ -87,18 +87,18 @@ class Writing:
         Requests in `taken` are already in the step and are not preempted.
         """
         num_missing = self._leases.num_missing(node_request, node_request.num_computed + node_request.num_to_compute)
-        if not num_missing and not node_request.is_distributed:
+        if not num_missing and not node_request.is_moving:
             return True
-        if node_request.hosts:
+        if node_request.distributed is not None:
             if self._fit(node_request, node_request.num_to_compute) >= node_request.num_to_compute:
                 return True
-            if node_request.is_distributed or num_missing <= self._leases.num_free:
+            if node_request.is_moving or num_missing <= self._leases.num_free:
                 return False
         while num_missing > self._leases.num_free:
             if any(each.is_revoked for each in self._node_requests):
                 return False  # the blocks of the revoked credit come free soon
             victim = self._youngest(node_request, taken)
-            if victim is None or (victim is node_request and node_request.hosts):
+            if victim is None or (victim is node_request and node_request.distributed is not None):
                 return False  # a transfer that holds blocks will end, and then there is a victim
             if victim is node_request:
                 self.give_way(victim)
@@ -124,17 +124,18 @@ class Writing:
 
     def give_way(self, node_request: NodeRequest) -> None:
         """Preempt a request that `can_give_way`; the blocks of a credit come free later."""
-        if node_request.stage is RequestState.RECEIVING_KV:
-            node_request.is_revoked = True
+        if node_request.incoming is not None and node_request.incoming.transfer is not None:
+            node_request.incoming.transfer.is_revoked = True
             self._revoke(node_request)
             return
-        if node_request.stage is RequestState.PREFILLED:
-            node_request.num_evictions += 1
+        if node_request.state is RequestState.PREFILLED:
+            assert node_request.outgoing is not None
+            node_request.outgoing.num_evictions += 1
             self.num_evictions += 1
         else:
             self.num_preemptions += 1
         self._leases.give_back(node_request)
-        self._node_requests.enter(node_request, RequestState.WAITING)
+        self._node_requests.apply(node_request, RequestEvent.PREEMPTED)
 
     def _take_from(self, node_request: NodeRequest, num_blocks: int) -> None:
         """Take blocks from a request.
@@ -145,30 +146,28 @@ class Writing:
         """
         lease, request = node_request.lease, node_request.request
         assert lease is not None
-        if not node_request.hosts or request.pooling is not None or num_blocks > len(lease.block_ids):
+        if node_request.distributed is None or request.pooling is not None or num_blocks > len(lease.block_ids):
             self.give_way(node_request)
             return
         self._leases.trim(node_request, num_blocks)
-        self._node_requests.enter(node_request, RequestState.PREFILLING)
+        self._node_requests.apply(node_request, RequestEvent.TRIMMED)
 
     def take_over(self, node_request: NodeRequest) -> None:
         """Decode a prompt here that was prefilled for another node."""
-        assert node_request.stage is RequestState.PREFILLED
-        node_request.hands_over = node_request.is_kept = False
-        self._node_requests.enter(node_request, RequestState.RUNNING)
+        self._node_requests.apply(node_request, RequestEvent.TAKEN_OVER)
 
 
 def _may_finish(node_request: NodeRequest) -> bool:
     """Return whether a request needs nothing but steps of this node to finish."""
     return (
-        node_request.stage in (RequestState.RUNNING, RequestState.PREFILLING, RequestState.WAITING)
-        and not node_request.hands_over
+        node_request.state in (RequestState.RUNNING, RequestState.PREFILLING, RequestState.WAITING)
+        and not node_request.only_prefills
     )
 
 
 def can_give_way(node_request: NodeRequest) -> bool:
     """Return whether the blocks of a request can be taken, at once or, for a credit, soon."""
-    match node_request.stage:
+    match node_request.state:
         case RequestState.RUNNING | RequestState.PREFILLING:
             return not node_request.is_busy
         case RequestState.PREFILLED:

@@ -17,7 +17,7 @@ from typing import Final
 from serving_core import reasons
 from serving_core.errors import RequestError
 from serving_core.node.leases import Leases
-from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.requests import Incoming, NodeRequest, NodeRequests, RequestEvent, RequestState
 
 SHARED_BLOCKS: Final = 4  # a request does not wait for fewer shared blocks in transfer
 
@@ -41,7 +41,7 @@ class Credit:
                 reasons.PROMPT_TOO_LONG,
                 f"prompt and max_tokens need {num_blocks} KV blocks, the decode node has {self._leases.num_blocks}",
             )
-        waiting = self._node_requests.in_stage(RequestState.WAITING_FOR_BLOCKS)
+        waiting = self._node_requests.in_state(RequestState.WAITING_FOR_BLOCKS)
         if sum(not each.is_to_share for each in waiting) >= self._max_num_queued:  # sharers have running slots
             raise RequestError(reasons.QUEUE_FULL, f"the decode queue holds its {self._max_num_queued} requests")
 
@@ -50,7 +50,7 @@ class Credit:
         num_to_hold, num_cacheable = _tokens_to_hold(node_request), _num_cacheable(node_request)
         if not self._leases.take(node_request, num_to_hold, num_cacheable=num_cacheable, num_spare=num_spare):
             return False
-        self._node_requests.enter(node_request, RequestState.RECEIVING_KV)
+        self._node_requests.apply(node_request, RequestEvent.CREDITED)
         return True
 
     def num_to_hold(self, node_request: NodeRequest) -> int:
@@ -60,18 +60,20 @@ class Credit:
     def waits(self, node_request: NodeRequest) -> bool:
         """Return whether a waiting request gets its blocks after another request that brings more of its beginning."""
         if not node_request.is_to_share:
-            node_request.ahead = None if node_request.is_alone else self._find_ahead(node_request)
+            incoming = _incoming_of(node_request)
+            incoming.shares_with = None if incoming.is_alone else self._find_ahead(node_request)
         return node_request.is_to_share
 
     def wait_no_more(self, node_request: NodeRequest, now: float) -> None:
         """Let a request wait for free blocks alone, after the shared blocks took too long."""
-        node_request.ahead, node_request.is_alone, node_request.waiting_since_s = None, True, now
+        incoming = _incoming_of(node_request)
+        incoming.shares_with, incoming.is_alone, incoming.waiting_since_s = None, True, now
 
     def _find_ahead(self, node_request: NodeRequest) -> NodeRequest | None:
         token_ids, num_cacheable = node_request.request.token_ids, _num_cacheable(node_request)
         num_held = self._leases.num_held_tokens(node_request, num_cacheable)
         end = num_held + SHARED_BLOCKS * self._leases.block_size
-        for other in self._node_requests.in_stage(RequestState.RECEIVING_KV) if end <= num_cacheable else ():
+        for other in self._node_requests.in_state(RequestState.RECEIVING_KV) if end <= num_cacheable else ():
             others = other.request.token_ids
             if (
                 token_ids[num_held:end] == others[num_held:end]  # most prompts already differ at the first token
@@ -107,20 +109,22 @@ class Credit:
 
         `token_ids` follow the known tokens; the next step computes the last one. `made` is as in Leases.copied.
         """
-        assert node_request.stage is RequestState.RECEIVING_KV
-        self._node_requests.enter(node_request, RequestState.RUNNING)
+        self._node_requests.apply(node_request, RequestEvent.RECEIVED)
         node_request.request.token_ids += token_ids
         node_request.num_computed = len(node_request.request.token_ids) - 1
         self._leases.copied(node_request, made)
         self._leases.publish(node_request)
-        node_request.has_first_token = True
 
     def take_back(self, node_request: NodeRequest, now: float) -> None:
         """Release a credit without KV; the request waits again."""
         self._leases.give_back(node_request)
-        node_request.is_revoked = False
-        self._node_requests.enter(node_request, RequestState.WAITING_FOR_BLOCKS)
-        node_request.waiting_since_s = now
+        self._node_requests.apply(node_request, RequestEvent.REVOKED)
+        _incoming_of(node_request).waiting_since_s = now
+
+
+def _incoming_of(node_request: NodeRequest) -> Incoming:
+    assert node_request.incoming is not None
+    return node_request.incoming
 
 
 def _num_cacheable(node_request: NodeRequest) -> int:
@@ -128,7 +132,7 @@ def _num_cacheable(node_request: NodeRequest) -> int:
 
     The last token of a running sequence is excluded: its node may have no KV of it yet.
     """
-    if node_request.comes_whole:
+    if _incoming_of(node_request).is_whole:
         return 0
     return len(node_request.request.token_ids) - (node_request.num_ahead > 0)
 

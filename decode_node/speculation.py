@@ -31,6 +31,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
+from weakref import WeakKeyDictionary
 
 from serving_core.node.blocks import BlockAllocator, BlockLease
 from serving_core.node.leases import Leases
@@ -315,7 +316,7 @@ class Drafts:
         least_probability = self._least_probability(num_answers)
         works: list[DraftWork] = []
         num_to_read, room = MOST_READ, self._most_rows - num_answers
-        for node_request in self._node_requests.in_stage(RequestState.RUNNING):
+        for node_request in self._node_requests.in_state(RequestState.RUNNING):
             work = self._work(node_request, least_probability, num_to_read, room)
             if work is not None:
                 works.append(work)
@@ -396,7 +397,7 @@ class Drafts:
     ) -> DraftWork | None:
         request = node_request.request
         most = min(room, self._num_candidates, request.sampling.max_tokens - request.num_output_tokens - 1)
-        if node_request.migration is not None or node_request.hosts or node_request.is_ending:
+        if node_request.is_ending or not _may_draft(node_request):
             return None  # it has no draft tokens
         if most <= 0 or node_request.num_to_compute != 1:
             return None
@@ -484,6 +485,7 @@ class Lookups:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._least_probability = 1.0
+        self._texts: WeakKeyDictionary[NodeRequest, _Text] = WeakKeyDictionary()
 
     def opens(self, num_answers: int) -> bool:
         self._least_probability = self._gate.least_probability(num_answers)
@@ -493,9 +495,7 @@ class Lookups:
         return self._gate.least_probability(num_answers) < 1
 
     def candidates(self, node_request: NodeRequest, most: int) -> list[int]:
-        if node_request.draft is None:
-            node_request.draft = _Text()
-        text, token_ids = node_request.draft, node_request.request.token_ids
+        text, token_ids = self._texts.setdefault(node_request, _Text()), node_request.request.token_ids
         if not text.lookup.take_in(token_ids, MOST_TAKEN_IN):
             return []
         place, num_matching = text.lookup.find(token_ids)
@@ -503,7 +503,7 @@ class Lookups:
         return following(token_ids, place, most)
 
     def came(self, node_request: NodeRequest, num_candidates: int, num_come: int) -> None:
-        node_request.draft.record.add(num_candidates, num_come)
+        self._texts[node_request].record.add(num_candidates, num_come)
 
     def took(self, num_answers: int, num_candidates: int, num_come: int, step_s: float) -> None:
         """Do nothing: the gate has the measurement."""
@@ -587,7 +587,7 @@ class Speculation:
         """Return the draft tokens of one sequence, at most `room`."""
         node_request, request = self._node_requests.of(work.request), work.request
         most = min(room, self._num_candidates, request.sampling.max_tokens - request.num_output_tokens - 1)
-        if most <= 0 or work.num_tokens != 1 or node_request.migration is not None or node_request.hosts:
+        if most <= 0 or work.num_tokens != 1 or not _may_draft(node_request):
             return []
         candidates = self._source.candidates(node_request, most)
         if candidates:
@@ -612,3 +612,8 @@ class Speculation:
             if token_id in self._eos_token_ids or token_id in stop_token_ids:
                 return token_ids[:index]
         return token_ids
+
+
+def _may_draft(node_request: NodeRequest) -> bool:
+    """Return whether a sequence may have draft tokens: all of its blocks are here, and stay."""
+    return node_request.migration is None and node_request.distributed is None

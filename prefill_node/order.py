@@ -142,7 +142,7 @@ def _is_refusable(prompt: NodeRequest) -> bool:
     """
     due, num_tokens = prompt.due, prompt.num_computed + prompt.num_to_compute
     is_new = 2 * prompt.num_computed < num_tokens and not prompt.request.num_output_tokens
-    is_here = prompt.offer is None and not prompt.is_loading
+    is_here = prompt.waiting is None or (prompt.waiting.offer is None and not prompt.waiting.is_loading)
     return due is not None and due.refuses_late and is_new and is_here and not prompt.in_step
 
 

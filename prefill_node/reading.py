@@ -22,7 +22,7 @@ from serving_core import reasons
 from serving_core.errors import RequestError
 from serving_core.node.costs import StepCosts, StepLoad
 from serving_core.node.leases import Leases
-from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestEvent, RequestState
 from serving_core.requests import MEAN, Work
 
 MAX_SCORED_TOKENS: Final = 256  # in one step: the logits of all of them are in memory at once
@@ -95,7 +95,7 @@ class Reading:
         """
         prompts = [
             each
-            for each in self._node_requests.in_stage(RequestState.WAITING, RequestState.PREFILLING)
+            for each in self._node_requests.in_state(RequestState.WAITING, RequestState.PREFILLING)
             if not each.is_ending
         ]
         self._slack.begin(answers, prompts, now)
@@ -103,7 +103,7 @@ class Reading:
         for node_request in self._order.of(prompts, now, lambda: self._slack.pace(budget)):
             if step.budget == 0 or step.num_passable == 0:
                 break
-            if node_request.stage is RequestState.PREFILLING or self._starts(node_request, step, may_start, start):
+            if node_request.state is RequestState.PREFILLING or self._starts(node_request, step, may_start, start):
                 self._add_chunk(node_request, step)
         self._order.took(step.works)
         return step.works
@@ -133,7 +133,7 @@ class Reading:
         """Add the tokens of a prompt for which the step has budget and time; if time is short, close the step."""
         is_scored = node_request.request.is_scored
         num_asked = min(step.budget, node_request.num_to_compute, step.num_scorable if is_scored else step.budget)
-        if node_request.hosts and (num_asked := self._fit(node_request, num_asked)) == 0:
+        if node_request.distributed is not None and (num_asked := self._fit(node_request, num_asked)) == 0:
             return
         num_tokens = self._slack.afford(node_request, num_asked) if num_asked else 0
         step.num_scorable -= num_tokens * is_scored
@@ -169,12 +169,12 @@ class Reading:
         A new prompt that is decoded on this node includes its first output token. A request with distributed KV gets
         further blocks as it proceeds.
         """
-        if node_request.hosts:
+        if node_request.distributed is not None:
             return 1
         return (
             node_request.num_given
-            if node_request.hands_over
-            else len(node_request.request.token_ids) + node_request.computes_prompt
+            if node_request.only_prefills
+            else len(node_request.request.token_ids) + (not node_request.has_first_token)
         )
 
     def _is_computed(self, node_request: NodeRequest, step: _Step) -> bool:
@@ -210,7 +210,7 @@ class Reading:
     def oldest_age(self) -> float:
         """Return the age of the oldest prompt on the node; inf if there is none."""
         return next(
-            (each.age for each in self._node_requests.in_stage(RequestState.WAITING, RequestState.PREFILLING)), math.inf
+            (each.age for each in self._node_requests.in_state(RequestState.WAITING, RequestState.PREFILLING)), math.inf
         )
 
     @property
@@ -218,21 +218,20 @@ class Reading:
         """Return the prompt tokens still to be computed, as far as known before a prompt starts."""
         return sum(
             each.num_to_compute if each.lease is not None else each.num_to_compute - self._num_held(each)
-            for each in self._node_requests.in_stage(RequestState.WAITING, RequestState.PREFILLING)
+            for each in self._node_requests.in_state(RequestState.WAITING, RequestState.PREFILLING)
         )
 
     def _num_held(self, node_request: NodeRequest) -> int:
         return self._leases.num_held_tokens(node_request, num_cacheable(node_request))
 
     def _begin(self, node_request: NodeRequest) -> None:
-        self._node_requests.enter(node_request, RequestState.PREFILLING)
-        node_request.has_looked = False
+        self._node_requests.apply(node_request, RequestEvent.STARTED)
         self.count(node_request)
 
     def count(self, node_request: NodeRequest) -> None:
         """Count a prompt that has its blocks in the token totals, once for each request."""
-        if not node_request.has_begun:
-            node_request.has_begun = True
+        if not node_request.is_counted:
+            node_request.is_counted = True
             self.num_prompt_tokens += node_request.num_given
             self.num_cached_tokens += self._leases.num_cached_tokens(node_request)
 
@@ -248,6 +247,6 @@ def num_cacheable(node_request: NodeRequest) -> int:
         return 0
     if request.is_scored:
         return len(request.scores)
-    if node_request.hands_over:
+    if node_request.only_prefills:
         return node_request.num_given - (not node_request.has_first_token)
     return len(request.token_ids) - 1

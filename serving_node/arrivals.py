@@ -9,7 +9,17 @@ from serving_core import reasons
 from serving_core.errors import RequestError
 from serving_core.model_files.adapter_names import adapter_key
 from serving_core.node.prefix import BlockNames, root_name
-from serving_core.node.requests import Host, NodeRequest, NodeRequests, Offer, RequestState
+from serving_core.node.requests import (
+    DecodePlace,
+    Distributed,
+    Host,
+    Incoming,
+    NodeRequest,
+    NodeRequests,
+    Offer,
+    RequestState,
+    Waiting,
+)
 from serving_core.requests import Guide
 
 
@@ -43,7 +53,7 @@ class Arrivals:
         request = convert.request_from_wire(job)
         assert guide is not None or not job.grammar, "an answer that would not keep to its grammar"
         request.guide = guide
-        is_read_here = reserve is None or reserve.local_prefill
+        is_prefilled_here = reserve is None or reserve.local_prefill
         if request.adapter and adapter_key(request.adapter) not in self._fingerprint:
             raise RequestError(reasons.MODEL_NOT_FOUND, f"no node has an adapter {request.adapter!r} any more")
         if self._node_requests.find(request) is not None:
@@ -55,27 +65,30 @@ class Arrivals:
             num_to_come = request.sampling.max_tokens - request.num_output_tokens
             self._credit.check(len(request.token_ids) + num_to_come, may_grow_out=bool(hosts))
             num_ahead = min(reserve.num_tokens_ahead, num_to_come)
-        if is_read_here:
+        if is_prefilled_here:
             self._reading.check(len(request.token_ids), may_grow_out=bool(hosts))
         node_request = NodeRequest(
             request,
             job.age,
             BlockNames(root_name(self._fingerprint, request.cache_salt, request.adapter), self._block_size),
-            RequestState.WAITING if is_read_here else RequestState.WAITING_FOR_BLOCKS,
-            now,
+            RequestState.WAITING if is_prefilled_here else RequestState.WAITING_FOR_BLOCKS,
+            DecodePlace.ELSEWHERE if reserve is None else DecodePlace.HERE,
             due=convert.due_from_wire(job.due, now) if job.HasField("due") else None,
             priority=job.priority,
-            hands_over=reserve is None,
-            source_tp=0 if is_read_here or reserve is None else max(1, reserve.prefill_tp_size),
-            source_pp=1 if reserve is None else max(1, reserve.prefill_pp_size),
-            num_ahead=num_ahead,
-            comes_whole=reserve is not None and reserve.is_whole,
-            hosts=hosts,
-            offer=_offer(job.fetch_prefix) if is_read_here and job.HasField("fetch_prefix") else None,
+            waiting=Waiting(_offer(job)) if is_prefilled_here else None,
+            incoming=None if is_prefilled_here or reserve is None else _incoming(reserve, num_ahead, now),
+            distributed=Distributed(hosts) if hosts else None,
         )
         self._node_requests.add(node_request)
 
 
-def _offer(fetch_prefix: fleet_pb2.FetchPrefix) -> Offer:
-    source_tp, source_pp = max(1, fetch_prefix.tp_size), max(1, fetch_prefix.pp_size)
-    return Offer(fetch_prefix.epoch, fetch_prefix.num_tokens, source_tp, source_pp, fetch_prefix.patience_s)
+def _offer(job: fleet_pb2.Job) -> Offer | None:
+    if not job.HasField("fetch_prefix"):
+        return None
+    fetch = job.fetch_prefix
+    return Offer(fetch.epoch, fetch.num_tokens, max(1, fetch.tp_size), max(1, fetch.pp_size), fetch.patience_s)
+
+
+def _incoming(reserve: fleet_pb2.Reserve, num_ahead: int, now: float) -> Incoming:
+    source_tp, source_pp = max(1, reserve.prefill_tp_size), max(1, reserve.prefill_pp_size)
+    return Incoming(now, source_tp, source_pp, num_ahead, reserve.is_whole)

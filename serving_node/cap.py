@@ -62,5 +62,5 @@ def num_blocks_of(node_request: NodeRequest) -> int:
 
 def _yields(node_request: NodeRequest, older: NodeRequest) -> bool:
     """Return whether an outgoing prompt is idle and younger than `older`."""
-    is_idle = node_request.stage is RequestState.PREFILLED and not node_request.is_busy and not node_request.is_ending
+    is_idle = node_request.state is RequestState.PREFILLED and not node_request.is_busy and not node_request.is_ending
     return is_idle and node_request.age > older.age

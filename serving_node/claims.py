@@ -18,7 +18,7 @@ from typing import Final
 from decode_node.batch import can_give_way
 from serving_core.node.blocks import BlockAllocator, BlockLease
 from serving_core.node.leases import Leases
-from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.requests import NodeRequest, NodeRequests
 
 MOST_PARTS: Final = 3, 4  # of a pool: the share that distributed KV of other nodes may take
 
@@ -207,7 +207,7 @@ class Claim:
         return node_request.age > self.age
 
     def _gives_way(self, node_request: NodeRequest) -> bool:
-        loses_nothing = node_request.stage is RequestState.RECEIVING_KV and not node_request.is_coming
+        loses_nothing = node_request.is_receiving and not node_request.has_come
         return (loses_nothing or self._is_due) and can_give_way(node_request)
 
     def _makes_up(self, leaves: Callable[[NodeRequest], bool]) -> bool:

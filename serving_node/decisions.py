@@ -30,12 +30,13 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Begin to send by the request's descriptor; these leading blocks are final.
+    """Begin a transfer by this descriptor; these leading blocks are final.
 
     Report `caught_up` when all ready blocks have left, and `sent` at the end.
     """
 
-    node_request: NodeRequest
+    epoch: int
+    descriptor: bytes
     block_ids: list[int]
 
 
@@ -43,7 +44,7 @@ class Send:
 class SendMore:
     """Extend the final leading blocks of a transfer under way."""
 
-    node_request: NodeRequest
+    epoch: int
     block_ids: list[int]
 
 
@@ -51,7 +52,7 @@ class SendMore:
 class FinishSend:
     """Complete a transfer under way: these are all blocks, and all are final; `tail` follows the last one."""
 
-    node_request: NodeRequest
+    epoch: int
     block_ids: list[int]
     tail: bytes
 
@@ -63,16 +64,6 @@ class FetchPrefix:
     offer: Offer
     block_ids: list[int]
     num_cached: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendPrefix:
-    """Send these final blocks and the tail by the descriptor; report `sent` at the end."""
-
-    epoch: int
-    descriptor: bytes
-    block_ids: list[int]
-    tail: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +127,6 @@ Decision = (
     | SendMore
     | FinishSend
     | FetchPrefix
-    | SendPrefix
     | CancelTransfer
     | Spill
     | Load

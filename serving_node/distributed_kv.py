@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from serving_core import reasons
 from serving_core.node.leases import Leases
-from serving_core.node.requests import NodeRequest, NodeRequests
+from serving_core.node.requests import Distributed, NodeRequest, NodeRequests
 from serving_node.claims import HOLD_S, LAPSE_S, Claim
 from serving_node.decisions import CloseRemoteKV, OpenRemoteKV
 from serving_node.outputs import Endings
@@ -55,7 +55,7 @@ class DistributedKV:
         If not all have, the oldest tiles of the request are being moved.
         """
         leases = self._leases
-        if node_request.is_distributed or node_request.in_step:
+        if node_request.is_moving or node_request.in_step:
             return 0
         num_missing = leases.num_missing(node_request, node_request.num_computed + num_tokens)
         num_free = leases.num_free - self._claim.num_kept_from(node_request.age)
@@ -65,7 +65,7 @@ class DistributedKV:
             self._held_up.pop(node_request, None)
         elif node_request not in self._held_up:
             self._begin(node_request)
-            if node_request.is_distributed:
+            if node_request.is_moving:
                 return 0
         return min(num_tokens, leases.num_tokens_held(node_request) - node_request.num_computed)
 
@@ -75,7 +75,10 @@ class DistributedKV:
         False once the request has waited so long that every request that can be preempted would have been, which
         happens between steps.
         """
-        return node_request in self._held_up and node_request.waited_s < HOLD_S + LAPSE_S + node_request.longest_step_s
+        if node_request not in self._held_up:
+            return False
+        distributed = _distributed_of(node_request)
+        return distributed.waited_s < HOLD_S + LAPSE_S + distributed.longest_step_s
 
     def youngest_held_up(self, age: int) -> NodeRequest | None:
         """Return the youngest request younger than `age` whose hosts had no room at the last attempt, or None."""
@@ -84,13 +87,14 @@ class DistributedKV:
 
     def opened(self, node_request: NodeRequest, remote_kv: Opened | None, now: float) -> None:
         """Record the end of an `OpenRemoteKV`; `remote KV` is None if no host has room."""
-        node_request.is_distributed = False
+        distributed = _distributed_of(node_request)
+        distributed.is_moving = False
         if remote_kv is not None:
             self.num_opened += 1
             node_request.request.remote_kvs = (*node_request.request.remote_kvs, remote_kv)
             self._leases.shed(node_request, remote_kv.num_tiles * self._tile_tokens // self._leases.block_size)
             self._held_up.pop(node_request, None)
-            node_request.waited_s = 0.0
+            distributed.waited_s = 0.0
         else:
             self._hold_up(node_request, now)
         self._endings.settle(node_request)
@@ -106,7 +110,9 @@ class DistributedKV:
 
     def check(self, node_request: NodeRequest, now: float, step_s: float) -> None:
         """Fail a request that lost remote blocks in a step, and ask hosts again if an attempt is due."""
-        node_request.longest_step_s = max(node_request.longest_step_s, step_s)
+        if (distributed := node_request.distributed) is None:
+            return
+        distributed.longest_step_s = max(distributed.longest_step_s, step_s)
         if error := node_request.request.remote_kv_error:
             message = f"blocks of the request on another node are lost: {error}"
             self._endings.fail(node_request, reasons.TRANSFER_FAILED, message)
@@ -127,7 +133,7 @@ class DistributedKV:
         each = self._tile_tokens // self._leases.block_size
         num_tiles = node_request.num_computed // self._tile_tokens - node_request.num_remote_blocks // each
         if num_tiles and not node_request.is_busy:
-            node_request.is_distributed, is_again = True, node_request in self._held_up
+            _distributed_of(node_request).is_moving, is_again = True, node_request in self._held_up
             self._endings.decide(OpenRemoteKV(node_request, node_request.lease.block_ids[: num_tiles * each], is_again))
 
     def _hold_up(self, node_request: NodeRequest, now: float) -> None:
@@ -136,11 +142,17 @@ class DistributedKV:
         if node_request in self._held_up:
             retry_s, (_, noted_s) = now + RETRY_S, self._held_up[node_request]
         self._held_up[node_request] = retry_s, now
-        node_request.waited_s += now - noted_s
-        if node_request.waited_s > PATIENCE_S:
+        distributed = _distributed_of(node_request)
+        distributed.waited_s += now - noted_s
+        if distributed.waited_s > PATIENCE_S:
             del self._held_up[node_request]
             message = f"no other node had room for blocks of the request for {PATIENCE_S:g} s"
             self._endings.fail(node_request, reasons.QUEUE_FULL, message)
 
     def _close(self, remote_kvs: Sequence[Any]) -> None:
         self._endings.decide(CloseRemoteKV(remote_kvs))
+
+
+def _distributed_of(node_request: NodeRequest) -> Distributed:
+    assert node_request.distributed is not None
+    return node_request.distributed

@@ -40,12 +40,13 @@ class Grants:
 
     def receive(self, decision: Receive) -> None:
         """Open the reserved blocks of a request to the node that has its KV."""
-        node_request = decision.node_request
+        node_request, incoming = decision.node_request, decision.node_request.incoming
         assert node_request.lease is not None
+        assert incoming is not None
         self._open(
             node_request.request.epoch,
-            node_request.source_tp,
-            node_request.source_pp,
+            incoming.source_tp,
+            incoming.source_pp,
             node_request.lease.block_ids[: decision.num_blocks],
             node_request.num_cached_blocks,
             len(node_request.request.token_ids),

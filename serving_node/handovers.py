@@ -17,7 +17,16 @@ from protos import fleet_pb2
 from protos.convert import attempt_of, from_tail, to_tail
 from serving_core import reasons
 from serving_core.node.leases import Leases
-from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.requests import (
+    DecodePlace,
+    IncomingTransfer,
+    NodeRequest,
+    NodeRequests,
+    Outgoing,
+    RequestEvent,
+    RequestState,
+    drop_outgoing,
+)
 from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send
 from serving_node.outputs import Endings
 
@@ -64,7 +73,8 @@ class HandOvers:
 
     def receive(self, node_request: NodeRequest) -> None:
         """Open a transfer to this node for a request that has credit."""
-        node_request.is_receiving, node_request.is_coming = True, False
+        assert node_request.incoming is not None
+        node_request.incoming.transfer = IncomingTransfer()
         self._under_way[node_request.request.epoch] = node_request
         self._endings.decide(Receive(node_request, self._credit.num_blocks(node_request)))
 
@@ -74,8 +84,8 @@ class HandOvers:
         if node_request is None or node_request.is_ending or not node_request.is_outgoing:
             return
         if node_request.is_sending:  # by the descriptor of a revoked credit
-            node_request.next_descriptor = deliver.descriptor
-        elif not node_request.descriptor:
+            outgoing_of(node_request).next_descriptor = deliver.descriptor
+        else:
             self._send(node_request, deliver.descriptor)
 
     def keep(self, node_request: NodeRequest) -> None:
@@ -83,7 +93,7 @@ class HandOvers:
 
         A transfer with a void descriptor may still be ending.
         """
-        node_request.is_kept = True
+        node_request.decode_place = DecodePlace.HERE_AFTER_ALL
         if node_request.is_sending:
             self._endings.decide(CancelTransfer(node_request.request.epoch))
 
@@ -98,21 +108,24 @@ class HandOvers:
     def coming(self, epoch: int) -> None:
         """Note that the other node has begun to send."""
         if node_request := self._under_way.get(epoch):
-            node_request.is_coming = True
+            assert node_request.incoming is not None
+            assert node_request.incoming.transfer is not None
+            node_request.incoming.transfer.has_begun = True
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
         """Record the end of a `Receive`."""
         node_request = self._under_way.pop(epoch)
-        node_request.is_receiving = False
+        assert node_request.incoming is not None
+        is_revoked, node_request.incoming.transfer = node_request.is_revoked, None
         if isinstance(result, Received):
             self.num_kv_bytes += result.num_bytes
-        elif not (node_request.is_revoked or node_request.is_ending or result.reason == reasons.TRANSFER_ABORTED):
+        elif not (is_revoked or node_request.is_ending or result.reason == reasons.TRANSFER_ABORTED):
             self.num_failed += 1
         if node_request.is_ending:
             self._endings.settle(node_request)
         elif isinstance(result, Received):
             self._commit(node_request, result, now)
-        elif node_request.is_revoked:
+        elif is_revoked:
             self._credit.take_back(node_request, now)
             self._endings.tell(revoked=fleet_pb2.Revoked(attempt=attempt_of(node_request.request)))
         elif result.reason != reasons.TRANSFER_ABORTED:
@@ -123,7 +136,10 @@ class HandOvers:
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
         """Record the end of a `Send`."""
         node_request = self._under_way.pop(epoch)
-        node_request.is_sending = False
+        outgoing = outgoing_of(node_request)
+        outgoing.is_sending = False
+        if not node_request.only_prefills:
+            drop_outgoing(node_request)
         if not node_request.is_outgoing:
             self._endings.settle(node_request)
         elif isinstance(result, Sent):
@@ -131,8 +147,7 @@ class HandOvers:
             wire = attempt_of(node_request.request)
             self._endings.end(node_request, transferred=fleet_pb2.Transferred(attempt=wire, num_bytes=result.num_bytes))
         elif result.reason == reasons.TRANSFER_REVOKED and not node_request.is_ending:
-            descriptor, node_request.descriptor, node_request.next_descriptor = node_request.next_descriptor, b"", b""
-            node_request.waiting_since_s = now
+            descriptor, outgoing.next_descriptor, outgoing.waiting_since_s = outgoing.next_descriptor, b"", now
             if descriptor:
                 self._send(node_request, descriptor)
         else:
@@ -144,16 +159,16 @@ class HandOvers:
         for node_request in self._waiting():
             if now < self._deadline_s(node_request):
                 continue
-            if node_request.stage is RequestState.WAITING_FOR_BLOCKS and node_request.is_to_share:
+            if node_request.state is RequestState.WAITING_FOR_BLOCKS and node_request.is_to_share:
                 self._credit.wait_no_more(node_request, now)
-            elif node_request.stage is RequestState.WAITING_FOR_BLOCKS:
+            elif node_request.state is RequestState.WAITING_FOR_BLOCKS:
                 timeout_s = self._credit_timeout_s
                 message = f"the decode node had no room for the request within {timeout_s} s"
                 self._endings.fail(node_request, reasons.QUEUE_FULL, message)
             else:
                 what = (
                     "descriptor"
-                    if node_request.stage is RequestState.PREFILLED
+                    if node_request.state is RequestState.PREFILLED
                     else "word on an answer that has stopped"
                 )
                 message = f"no {what} came within {self._descriptor_timeout_s} s"
@@ -162,29 +177,27 @@ class HandOvers:
     def note_read(self, node_requests: Iterable[NodeRequest], now: float) -> None:
         """Enter the next state for prompts of other nodes whose tokens are all computed."""
         for node_request in node_requests:
-            if (
-                node_request.stage is not RequestState.PREFILLING
-                or not node_request.tail
-                or node_request.num_to_compute
-            ):
+            outgoing = node_request.outgoing
+            is_prefilling = node_request.state is RequestState.PREFILLING
+            if not is_prefilling or outgoing is None or not outgoing.tail or node_request.num_to_compute:
                 continue
-            self._node_requests.enter(node_request, RequestState.PREFILLED)
-            node_request.waiting_since_s = now
+            self._node_requests.apply(node_request, RequestEvent.PREFILL_ENDED)
+            outgoing.waiting_since_s = now
             if node_request.is_sending and node_request.is_outgoing and not node_request.is_ending:
                 self.finish_send(node_request)
 
     def _send(self, node_request: NodeRequest, descriptor: bytes) -> None:
-        node_request.descriptor = descriptor
-        node_request.is_sending = True
-        self._under_way[node_request.request.epoch] = node_request
-        self._endings.decide(Send(node_request, self._leases.final_blocks(node_request)))
-        if node_request.stage is RequestState.PREFILLED:
+        outgoing = outgoing_of(node_request)
+        outgoing.descriptor, outgoing.is_sending = descriptor, True
+        self._under_way[epoch := node_request.request.epoch] = node_request
+        self._endings.decide(Send(epoch, descriptor, self._leases.final_blocks(node_request)))
+        if node_request.state is RequestState.PREFILLED:
             self.finish_send(node_request)
 
     def finish_send(self, node_request: NodeRequest) -> None:
         """Send the last blocks and the tail of a transfer."""
-        tail = to_tail(node_request.tail, self._leases.makers_of(node_request))
-        self._endings.decide(FinishSend(node_request, self._leases.filled_blocks(node_request), tail))
+        tail = to_tail(outgoing_of(node_request).tail, self._leases.makers_of(node_request))
+        self._endings.decide(FinishSend(node_request.request.epoch, self._leases.filled_blocks(node_request), tail))
 
     def _commit(self, node_request: NodeRequest, received: Received, now: float) -> None:
         try:
@@ -193,9 +206,8 @@ class HandOvers:
         except ValueError as error:
             self._endings.fail(node_request, reasons.TRANSFER_FAILED, str(error))
             return
-        node_request.is_revoked = False  # the revocation came too late
         self._credit.commit(node_request, token_ids, made)
-        node_request.note_begun(now)  # the coordinator's message may still be in flight
+        node_request.note_first_token(now)  # the coordinator's message may still be in flight
         self._reading.count(node_request)
         committed = fleet_pb2.Committed(
             attempt=attempt_of(node_request.request),
@@ -211,16 +223,24 @@ class HandOvers:
 
     def _waiting(self) -> list[NodeRequest]:
         """Return the requests that wait for another node."""
-        return [each for each in self._node_requests.in_stage(*MAY_WAIT) if _is_waiting(each)]
+        return [each for each in self._node_requests.in_state(*MAY_WAIT) if _is_waiting(each)]
 
     def _deadline_s(self, node_request: NodeRequest) -> float:
-        is_awaiting = node_request.stage is RequestState.WAITING_FOR_BLOCKS
+        is_awaiting = node_request.state is RequestState.WAITING_FOR_BLOCKS
         timeout_s = self._credit_timeout_s if is_awaiting else self._descriptor_timeout_s
-        return node_request.waiting_since_s + timeout_s
+        waits = node_request.incoming if is_awaiting else node_request.outgoing
+        assert waits is not None
+        return waits.waiting_since_s + timeout_s
+
+
+def outgoing_of(node_request: NodeRequest) -> Outgoing:
+    """Return the data of a request whose KV goes to another node."""
+    assert node_request.outgoing is not None
+    return node_request.outgoing
 
 
 def _is_waiting(node_request: NodeRequest) -> bool:
     """Return whether a request waits for another node under a deadline."""
     if node_request.is_ending or node_request.is_sending:
         return False
-    return node_request.is_outgoing or node_request.stage is not RequestState.PREFILLED
+    return node_request.is_outgoing or node_request.state is not RequestState.PREFILLED

@@ -317,7 +317,7 @@ class NodeLogic:
         node_request = self._node_requests.find(attempt)
         if node_request is not None:
             node_request.has_first_token = True
-            node_request.note_begun(now)
+            node_request.note_first_token(now)
 
     def _cancel(self, attempt: fleet_pb2.Attempt) -> None:
         """Cancel an attempt. Every cancel is acknowledged, for an unknown attempt at once."""
@@ -351,10 +351,9 @@ class NodeLogic:
             works = works or self._plan(now)
         for work in works:
             node_request = self._node_requests.of(work.request)
-            node_request.in_step = True
-            node_request.num_candidates = len(work.candidates)
-            if node_request.reading_since_s is None and node_request.computes_prompt:
-                node_request.reading_since_s = now
+            node_request.num_in_step = 1 + len(work.candidates)
+            if node_request.prefill_began_s is None and not node_request.has_first_token:
+                node_request.prefill_began_s = now
         return works
 
     def _refuse_hopeless(self) -> bool:
@@ -405,7 +404,7 @@ class NodeLogic:
         if is_full and chunks:
             works.pop()  # an older prompt must not wait for ever-changing sequences
         works += chunks
-        self._hand_overs.note_read(self._node_requests.in_stage(RequestState.PREFILLING), now)
+        self._hand_overs.note_read(self._node_requests.in_state(RequestState.PREFILLING), now)
         return self.speculation.extend(works)
 
     def _holds_up(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
@@ -413,7 +412,7 @@ class NodeLogic:
 
         Requests with distributed KV have no block hashes to look up.
         """
-        if node_request.hosts:
+        if node_request.distributed is not None:
             return False
         is_read_back = self._tier.holds_up(node_request, num_spare, now)
         return is_read_back or self._prefix_fetches.holds_up(node_request, num_spare, now)
@@ -479,7 +478,7 @@ class NodeLogic:
         """Report the remaining tokens of prompts with deadlines, by which the coordinator plans."""
         for each in node_requests:
             if (
-                each.stage is RequestState.PREFILLING
+                each.state is RequestState.PREFILLING
                 and each.due is not None
                 and each.num_to_compute
                 and not each.is_ending
@@ -510,13 +509,13 @@ class NodeLogic:
         """Fail all requests of a step that gave nothing. `cause` is visible to clients."""
         node_requests = [self._node_requests.of(work.request) for work in works]
         for node_request in node_requests:
-            node_request.in_step, node_request.num_candidates = False, 0
+            node_request.num_in_step = 0
             self._endings.fail(node_request, reasons.STEP_FAILED, cause)
         self._settle_step(node_requests)
 
     def _advance(self, node_request: NodeRequest, work: Work, goes_on: bool, *, is_good: bool) -> None:
         """Advance a request by its part of the step, without draft tokens. A failed part publishes no blocks."""
-        node_request.in_step, node_request.num_candidates = goes_on, 0
+        node_request.num_in_step = int(goes_on)
         node_request.num_computed += work.num_tokens
         if is_good:
             self._leases.publish(node_request)
@@ -636,7 +635,7 @@ def _load_of(node_requests: Sequence[NodeRequest], works: Sequence[Work]) -> Ste
     """Return the load of a step with these requests and their scheduled tokens."""
     load = StepLoad()
     for node_request, work in zip(node_requests, works, strict=True):
-        if node_request.stage is RequestState.RUNNING:
+        if node_request.state is RequestState.RUNNING:
             load.num_answers += 1
             load.num_cached += work.start
         else:

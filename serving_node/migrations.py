@@ -23,9 +23,17 @@ from protos import fleet_pb2
 from protos.convert import attempt_of
 from serving_core import reasons
 from serving_core.node.leases import Leases
-from serving_core.node.requests import Migration, NodeRequest, NodeRequests, RequestState
+from serving_core.node.requests import (
+    Migration,
+    NodeRequest,
+    NodeRequests,
+    Outgoing,
+    RequestEvent,
+    RequestState,
+    drop_outgoing,
+)
 from serving_node.decisions import CancelTransfer, Send, SendMore
-from serving_node.handovers import HandOvers
+from serving_node.handovers import HandOvers, outgoing_of
 from serving_node.outputs import Endings
 
 MAX_TAIL_TOKENS: Final = 512  # of 5 bytes each at most; leaves room for the numerics ids in a tail
@@ -62,9 +70,9 @@ class Migrations:
             message = "the answer was written behind other blocks than the other node has of its tokens"
             self._fail(node_request, reasons.PAIRING_MISMATCH, message)
             return
-        node_request.migration, node_request.descriptor, node_request.is_sending = migration, migrate.descriptor, True
-        self._under_way[node_request.request.epoch] = node_request
-        self._endings.decide(Send(node_request, self._leases.final_blocks(node_request)))
+        node_request.outgoing = Outgoing(is_sending=True, descriptor=migrate.descriptor, migration=migration)
+        self._under_way[epoch := node_request.request.epoch] = node_request
+        self._endings.decide(Send(epoch, migrate.descriptor, self._leases.final_blocks(node_request)))
         self._stop_if_due(node_request)
 
     def keep(self, keep: fleet_pb2.Keep) -> None:
@@ -72,9 +80,9 @@ class Migrations:
         node_request = self._find(keep.attempt)
         if node_request is None:
             return
-        if node_request.hands_over:
+        if node_request.only_prefills:
             self._hand_overs.keep(node_request)
-        elif node_request.stage in (RequestState.WAITING_FOR_BLOCKS, RequestState.RECEIVING_KV):
+        elif node_request.state in (RequestState.WAITING_FOR_BLOCKS, RequestState.RECEIVING_KV):
             self._endings.fail(node_request, reasons.PAIRING_MISMATCH, "what another node has the KV of cannot be kept")
         else:
             self._stay(node_request)
@@ -85,8 +93,8 @@ class Migrations:
             if node_request.migration is None or node_request.is_ending:
                 continue
             self._stop_if_due(node_request)
-            if node_request.stage is RequestState.RUNNING and node_request.num_computed % self._leases.block_size == 0:
-                self._endings.decide(SendMore(node_request, self._leases.final_blocks(node_request)))
+            if node_request.state is RequestState.RUNNING and node_request.num_computed % self._leases.block_size == 0:
+                self._endings.decide(SendMore(node_request.request.epoch, self._leases.final_blocks(node_request)))
 
     def caught_up(self, epoch: int) -> None:
         """Note that all full blocks have left."""
@@ -98,10 +106,11 @@ class Migrations:
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
         """Record the end of a migration's transfer."""
         node_request = self._under_way.pop(epoch)
-        node_request.is_sending = False
-        node_request.descriptor = b""
-        migration, node_request.migration = node_request.migration, None
-        node_request.waiting_since_s = now
+        outgoing = outgoing_of(node_request)
+        migration, outgoing.migration = outgoing.migration, None
+        outgoing.is_sending, outgoing.waiting_since_s = False, now
+        if node_request.state is not RequestState.FROZEN:
+            drop_outgoing(node_request)
         if isinstance(result, Sent):
             self.num_kv_bytes += result.num_bytes
         elif migration is not None and not node_request.is_ending:
@@ -120,38 +129,36 @@ class Migrations:
 
     def _migration(self, node_request: NodeRequest, descriptor: TransferDescriptor) -> Migration:
         """Return the state of a new migration. Raises TransferError if the sequence cannot migrate."""
-        if node_request.stage is not RequestState.RUNNING:
+        if node_request.state is not RequestState.RUNNING:
             raise TransferError("the answer is not being written now")
-        if node_request.hosts:
+        if node_request.distributed:
             raise TransferError("the answer is longer than a pool, and stays")
         if node_request.is_sending:
             raise TransferError("the transfer before this one has not ended")
-        num_tokens = len(node_request.request.token_ids) + node_request.num_candidates
+        num_tokens = len(node_request.request.token_ids) + max(0, node_request.num_in_step - 1)
         if not 0 <= num_tokens - descriptor.num_tokens < MAX_TAIL_TOKENS:
             raise TransferError(f"the descriptor knows {descriptor.num_tokens} tokens of {num_tokens}")
-        num_blocks = self._leases.blocks_for(
-            node_request.num_computed + node_request.in_step + node_request.num_candidates
-        )
+        num_blocks = self._leases.blocks_for(node_request.num_computed + node_request.num_in_step)
         if num_blocks > descriptor.num_blocks:
             raise TransferError(f"the answer has {num_blocks} blocks by now and {descriptor.num_blocks} were granted")
         return Migration(descriptor.num_blocks, descriptor.num_tokens)
 
     def _stop_if_due(self, node_request: NodeRequest) -> None:
         migration = node_request.migration
-        if migration is None or node_request.in_step or node_request.stage is not RequestState.RUNNING:
+        if migration is None or node_request.in_step or node_request.state is not RequestState.RUNNING:
             return
         if not migration.has_caught_up and not self._is_at_limit(node_request, migration):
             return
-        self._node_requests.enter(node_request, RequestState.FROZEN)
-        node_request.tail = node_request.request.token_ids[migration.num_tokens :]
+        self._node_requests.apply(node_request, RequestEvent.FROZE)
+        outgoing_of(node_request).tail = node_request.request.token_ids[migration.num_tokens :]
         self._hand_overs.finish_send(node_request)
 
     def _stay(self, node_request: NodeRequest) -> None:
-        if node_request.migration is not None:
+        if node_request.outgoing is not None and node_request.migration is not None:
             self._endings.decide(CancelTransfer(node_request.request.epoch))
-        node_request.migration = None
-        if node_request.stage is RequestState.FROZEN:
-            self._node_requests.enter(node_request, RequestState.RUNNING)
+            node_request.outgoing.migration = None
+        if node_request.state is RequestState.FROZEN:
+            self._node_requests.apply(node_request, RequestEvent.RESUMED)
 
     def _is_at_limit(self, node_request: NodeRequest, migration: Migration) -> bool:
         """Return whether the other node could not take one more token."""

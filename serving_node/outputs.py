@@ -12,7 +12,7 @@ from protos.convert import attempt_of
 from serving_core.node.blocks import BlockAllocator
 from serving_core.node.leases import Leases
 from serving_core.node.prefix import hint_of
-from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestEvent, RequestState
 from serving_core.node.tiers import TierIndex
 from serving_core.requests import SampledToken, finish_reason
 from serving_node.decisions import CancelTransfer, Decision, Tell
@@ -166,14 +166,14 @@ class Answers:
         self, node_request: NodeRequest, token: SampledToken, step_tokens: fleet_pb2.StepTokens, now: float
     ) -> bool:
         """Record one token of a request; a cancelled request reports nothing. Return whether it is the last token."""
-        request, is_first = node_request.request, node_request.computes_prompt
+        request, is_first = node_request.request, not node_request.has_first_token
         request.token_ids.append(token.token_id)
         node_request.has_first_token = True
         reason = finish_reason(request, self._eos_token_ids)
         if is_first or reason is not None:
             self._cache_report.tell()  # before the client can send its next request
         if is_first:
-            node_request.note_begun(now)
+            node_request.note_first_token(now)
         if not node_request.is_ending and is_first:
             first_token = self._first_token(node_request, now)
             convert.tell_token(first_token.token, request, token, reason)
@@ -181,10 +181,12 @@ class Answers:
             self._endings.tell(first_token=first_token)
         elif not node_request.is_ending:
             convert.tell_token(step_tokens.tokens.add(), request, token, reason)
-        if node_request.stage is not RequestState.RUNNING and not node_request.hands_over:
-            self._node_requests.enter(node_request, RequestState.RUNNING)
-        elif node_request.hands_over and reason is None:
-            node_request.tail = [token.token_id]
+        if node_request.only_prefills:
+            assert node_request.outgoing is not None
+            if reason is None:
+                node_request.outgoing.tail = [token.token_id]
+        elif node_request.state is not RequestState.RUNNING:
+            self._node_requests.apply(node_request, RequestEvent.SAMPLED)
         return reason is not None
 
     def end_without_token(self, node_request: NodeRequest, last: SampledToken, now: float) -> None:
@@ -195,11 +197,11 @@ class Answers:
             self._endings.fail(node_request, last.error.reason, str(last.error))
 
     def _end_embedded(self, node_request: NodeRequest, token: SampledToken, now: float) -> None:
-        assert node_request.reading_since_s is not None
+        assert node_request.prefill_began_s is not None
         embedded = fleet_pb2.Embedded(
             attempt=convert.attempt_of(node_request.request),
             embedding=token.embedding,
-            prefill_s=now - node_request.reading_since_s,
+            prefill_s=now - node_request.prefill_began_s,
             num_cached_tokens=self._leases.num_cached_tokens(node_request),
         )
         self._cache_report.tell()  # before the client can send its next request
@@ -207,9 +209,9 @@ class Answers:
 
     def _first_token(self, node_request: NodeRequest, now: float) -> fleet_pb2.FirstToken:
         """Return the event of the first token, without the token."""
-        assert node_request.reading_since_s is not None
+        assert node_request.prefill_began_s is not None
         return fleet_pb2.FirstToken(
             attempt=convert.attempt_of(node_request.request),
-            prefill_s=now - node_request.reading_since_s,
+            prefill_s=now - node_request.prefill_began_s,
             num_cached_tokens=self._leases.num_cached_tokens(node_request),
         )

@@ -25,7 +25,7 @@ from serving_core.node.blocks import BlockLease
 from serving_core.node.leases import Leases, PrefixFetch
 from serving_core.node.prefix import BlockNames, root_name
 from serving_core.node.requests import NodeRequest, Offer
-from serving_node.decisions import CancelTransfer, FetchPrefix, SendPrefix
+from serving_node.decisions import CancelTransfer, FetchPrefix, FinishSend, Send
 from serving_node.outputs import Endings
 from serving_node.second_tier import SecondTier
 
@@ -77,10 +77,10 @@ class PrefixFetchesHere:
 
         The start of the prompt must leave `num_spare` blocks free.
         """
-        offer = node_request.offer
-        if offer is None:
+        waiting = node_request.waiting
+        if waiting is None or (offer := waiting.offer) is None:
             return False
-        if node_request.is_loading:
+        if waiting.is_loading:
             return True
         if self._reading.num_needed(node_request) + num_spare > self._leases.num_free:
             return False  # without enough free blocks to start it either
@@ -88,8 +88,9 @@ class PrefixFetchesHere:
         num_missing = num_tokens - self._leases.num_held_tokens(node_request, num_tokens)
         is_known = offer.epoch in self._under_way
         if num_missing < self._leases.block_size or len(self._under_way) >= MAX_PREFIX_FETCHES or is_known:
-            node_request.offer = None
+            waiting.offer = None
             return False
+        waiting.is_loading = True
         self._begin(node_request, offer, num_tokens, now)
         return True
 
@@ -146,7 +147,6 @@ class PrefixFetchesHere:
     def _begin(self, node_request: NodeRequest, offer: Offer, num_tokens: int, now: float) -> None:
         prefix_fetch = self._leases.begin_prefix_fetch(node_request, num_tokens)
         self._under_way[offer.epoch] = _PrefixFetch(node_request, offer, prefix_fetch, now)
-        node_request.is_loading = True
         self._endings.decide(FetchPrefix(offer, prefix_fetch.lease.block_ids, prefix_fetch.lease.num_cached))
 
     def _adopt(self, fetch: _PrefixFetch, received: Received) -> int:
@@ -171,9 +171,9 @@ class PrefixFetchesHere:
             self._endings.decide(CancelTransfer(fetch.offer.epoch))
 
     def _let_start(self, fetch: _PrefixFetch) -> None:
-        node_request = fetch.node_request
-        if node_request.offer is fetch.offer:
-            node_request.is_loading, node_request.offer = False, None
+        waiting = fetch.node_request.waiting
+        if waiting is not None and waiting.offer is fetch.offer:
+            waiting.is_loading, waiting.offer = False, None
 
 
 def _late_at_s(fetch: _PrefixFetch) -> float:
@@ -271,9 +271,9 @@ class PrefixSends:
             self._fail(asked.send_prefix.attempt, "the node holds no more of the tokens than the other one")
             return
         self._under_way[epoch] = asked.send_prefix.attempt, lease
-        self._endings.decide(
-            SendPrefix(epoch, asked.send_prefix.descriptor, lease.block_ids[: len(makers)], to_tail([], makers))
-        )
+        block_ids = lease.block_ids[: len(makers)]
+        self._endings.decide(Send(epoch, asked.send_prefix.descriptor, block_ids))
+        self._endings.decide(FinishSend(epoch, block_ids, to_tail([], makers)))
 
     def _fail(self, attempt: fleet_pb2.Attempt, message: str) -> None:
         self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=reasons.TRANSFER_FAILED, message=message))

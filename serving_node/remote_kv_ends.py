@@ -105,14 +105,15 @@ class RemoteKVEnds:
 
     def _open(self, decision: OpenRemoteKV) -> RemoteKV | None:
         """Place tiles on the first host with room; None without such a host."""
-        node_request, block_ids = decision.node_request, decision.block_ids
-        asker = Asker(node_request.age, decision.is_again, node_request.longest_step_s)
+        distributed, block_ids = decision.node_request.distributed, decision.block_ids
+        assert distributed is not None
+        asker = Asker(decision.node_request.age, decision.is_again, distributed.longest_step_s)
 
         def read(layer: int, num_tiles: int) -> tuple[memoryview, memoryview]:
             return self._pool.read(layer, block_ids[: num_tiles * self._blocks_each])
 
         most_tiles = min(len(block_ids) // self._blocks_each, self._most_tiles)
-        for host in node_request.hosts:
+        for host in distributed.hosts:
             try:
                 remote_kv = open_remote_kv(
                     host.address,

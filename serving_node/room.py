@@ -70,6 +70,7 @@ class Room:
         self._next_without: NodeRequest | None = None  # the next request to get credit, which lacks blocks
         self._sharers: list[NodeRequest] = []  # get credit after requests that bring the same leading blocks
         self._preferred: NodeRequest | None = None  # others were preempted for it
+        self._recalled_for: set[NodeRequest] = set()  # remote KV was recalled for them
 
     def grant(self) -> Iterator[NodeRequest]:
         """Grant credit in `credit_order`, and yield the requests that get it.
@@ -81,7 +82,7 @@ class Room:
         if self.num_running() >= self.num_slots and not self._unready_grants():  # however many requests wait
             return
         leaves_enough = self._claim.gate(self._credit.num_to_hold)
-        for node_request in sorted(self._node_requests.in_stage(RequestState.WAITING_FOR_BLOCKS), key=credit_order):
+        for node_request in sorted(self._node_requests.in_state(RequestState.WAITING_FOR_BLOCKS), key=credit_order):
             if node_request.is_ending or self._is_behind(node_request.age) or not leaves_enough(node_request):
                 continue
             num_promised, num_promised_slots = self._promised_before(node_request)
@@ -100,15 +101,15 @@ class Room:
     def _promised_before(self, node_request: NodeRequest) -> tuple[int, int]:
         """Return the blocks and running slots that older prompts of this node need."""
         num_blocks, num_slots, is_head = 0, 0, True
-        for each in self._node_requests.in_stage(RequestState.WAITING, RequestState.PREFILLING):
+        for each in self._node_requests.in_state(RequestState.WAITING, RequestState.PREFILLING):
             if each.age > node_request.age:
                 break
-            if each.stage is RequestState.PREFILLING:
+            if each.state is RequestState.PREFILLING:
                 if self._lacks_growth(each):
                     num_blocks += self._leases.num_missing(each, each.num_computed + each.num_to_compute)
             elif not each.is_ending and (is_head or each.has_first_token) and not self._cap.holds_back(each):
                 num_blocks += self._reading.num_needed(each)
-                num_slots += not each.hands_over
+                num_slots += not each.only_prefills
                 is_head = False
         return num_blocks, num_slots
 
@@ -122,27 +123,27 @@ class Room:
         The revoked request may be prefilled much later.
         """
         unready = self._unready_grants()
-        if unready and not any(each.is_revoked for each in self._node_requests.in_stage(RequestState.RECEIVING_KV)):
+        if unready and not any(each.is_revoked for each in self._node_requests.in_state(RequestState.RECEIVING_KV)):
             self._writing.give_way(max(unready, key=credit_order))
 
     def _unready_grants(self) -> list[NodeRequest]:
         """Return the requests with credit whose KV has not begun to arrive and that are not known to be prefilled."""
-        granted = self._node_requests.in_stage(RequestState.RECEIVING_KV)
-        return [each for each in granted if can_give_way(each) and not each.is_ready and not each.is_coming]
+        granted = self._node_requests.in_state(RequestState.RECEIVING_KV)
+        return [each for each in granted if can_give_way(each) and not each.is_ready and not each.has_come]
 
     def num_running(self) -> int:
         """Return the sequences that decode here or will as soon as their KV is complete; each needs more blocks."""
-        being_read = self._node_requests.in_stage(RequestState.PREFILLING)
-        return self._node_requests.count(*SLOTED) + sum([not each.hands_over for each in being_read])
+        being_read = self._node_requests.in_state(RequestState.PREFILLING)
+        return self._node_requests.count(*SLOTED) + sum([not each.only_prefills for each in being_read])
 
     def num_awaited(self) -> int:
         """Return the blocks that are not available to other nodes.
 
         These are the needs of requests without blocks, plus one block for each sequence.
         """
-        without = self._node_requests.in_stage(*WITHOUT)
+        without = self._node_requests.in_state(*WITHOUT)
         needed = [
-            self._reading.num_needed(each) if each.stage is RequestState.WAITING else self._credit.num_to_hold(each)
+            self._reading.num_needed(each) if each.state is RequestState.WAITING else self._credit.num_to_hold(each)
             for each in without
         ]
         return sum(needed) + self.num_running()
@@ -153,14 +154,14 @@ class Room:
         Returns whether any request started.
         """
         num_older, has_running = 0, False
-        if not any(each.is_kept for each in self._node_requests.in_stage(RequestState.PREFILLED)):
+        if not any(each.is_kept for each in self._node_requests.in_state(RequestState.PREFILLED)):
             return False
-        for node_request in self._node_requests.in_stage(*WITHOUT, RequestState.PREFILLED):
+        for node_request in self._node_requests.in_state(*WITHOUT, RequestState.PREFILLED):
             if node_request.is_ending or node_request.is_outgoing:
                 continue
             if self.num_running() + num_older >= self.num_slots:
                 break
-            if node_request.stage is RequestState.PREFILLED:
+            if node_request.state is RequestState.PREFILLED:
                 self._writing.take_over(node_request)
                 has_running = True
             else:
@@ -197,7 +198,7 @@ class Room:
         """Return whether a queued prompt might start if it had blocks."""
         if not self._node_requests.count(RequestState.WAITING):
             return False
-        return self._has_free_slot or not all(map(_needs_slot, self._node_requests.in_stage(RequestState.WAITING)))
+        return self._has_free_slot or not all(map(_needs_slot, self._node_requests.in_state(RequestState.WAITING)))
 
     @property
     def _has_free_slot(self) -> bool:
@@ -226,11 +227,11 @@ class Room:
         if any(_lets_go_soon(each) for each in self._node_requests):
             return False
         held_back_from = self._claim.held_back_from()
-        for node_request in self._node_requests.in_stage(*LACKING):
+        for node_request in self._node_requests.in_state(*LACKING):
             if node_request.age > held_back_from:
                 break
             if not self._lacks_room(node_request) or (
-                node_request.stage is RequestState.WAITING_FOR_BLOCKS and not node_request.is_ready
+                node_request.state is RequestState.WAITING_FOR_BLOCKS and not node_request.is_ready
             ):
                 continue
             if victim := self._youngest_behind(node_request):
@@ -249,7 +250,7 @@ class Room:
         if not hosting.num_blocks or hosting.is_recalling or any(_lets_go_soon(each) for each in self._node_requests):
             return None
         num_left = self._leases.num_blocks - hosting.num_blocks
-        waiting = [each for each in self._node_requests.in_stage(*LACKING) if not makes_room_for(each)]
+        waiting = [each for each in self._node_requests.in_state(*LACKING) if not makes_room_for(each)]
         return next((each for each in waiting if self._lacks_room(each) and self._num_blocks_of(each) > num_left), None)
 
     def recall(self, node_request: NodeRequest) -> bool:
@@ -261,7 +262,8 @@ class Room:
         num_left = self._leases.num_blocks - self._hosting.num_firm(node_request.age)
         if self._num_blocks_of(node_request) > num_left:
             return False
-        self._preferred, node_request.has_recalled = node_request, True
+        self._preferred = node_request
+        self._recalled_for.add(node_request)
         self._hosting.recall()
         return True
 
@@ -271,45 +273,44 @@ class Room:
         False while requests are preempted for an older one, or while a request is here for which tiles were recalled:
         they would be recalled again, with all their computation.
         """
-        return not self._is_behind(age) and not any(
-            each.has_recalled and each.age < age for each in self._node_requests
-        )
+        self._recalled_for.intersection_update(self._node_requests)
+        return not self._is_behind(age) and not any(each.age < age for each in self._recalled_for)
 
     def _num_blocks_of(self, node_request: NodeRequest) -> int:
         """Return the blocks that a request needs to continue, including the blocks it has."""
-        if node_request.stage is RequestState.WAITING:
+        if node_request.state is RequestState.WAITING:
             return self._reading.num_needed(node_request)
-        if node_request.stage is RequestState.WAITING_FOR_BLOCKS:
+        if node_request.state is RequestState.WAITING_FOR_BLOCKS:
             return self._credit.num_to_hold(node_request)
         return num_blocks_of(node_request) + 1
 
     def _lacks_room(self, node_request: NodeRequest) -> bool:
         """Return whether a request could continue if others were preempted."""
-        if node_request.stage is RequestState.PREFILLED:
+        if node_request.state is RequestState.PREFILLED:
             return node_request.is_kept
-        if node_request.stage is RequestState.WAITING_FOR_BLOCKS:
+        if node_request.state is RequestState.WAITING_FOR_BLOCKS:
             return not node_request.is_to_share
-        return not (node_request.stage is RequestState.WAITING and self._cap.holds_back(node_request))
+        return not (node_request.state is RequestState.WAITING and self._cap.holds_back(node_request))
 
     def _waits(self, node_request: NodeRequest) -> bool:
         """Return whether a request has no blocks to begin or to continue."""
-        return node_request.stage in WITHOUT or self._lacks_growth(node_request)
+        return node_request.state in WITHOUT or self._lacks_growth(node_request)
 
     def _lacks_growth(self, node_request: NodeRequest) -> bool:
         """Return whether a sequence, or a prompt with distributed KV, has no block for its next token.
 
         Other prompts have all of their blocks from the start.
         """
-        is_growing = node_request.stage in (RequestState.RUNNING, RequestState.PREFILLING)
+        is_growing = node_request.state in (RequestState.RUNNING, RequestState.PREFILLING)
         return is_growing and self._leases.num_missing(node_request, node_request.num_computed + 1) > 0
 
     def _youngest_behind(self, node_request: NodeRequest) -> NodeRequest | None:
         """Return the youngest request that is younger than `node_request` and holds what it lacks."""
-        needs_slot = node_request.stage not in HOLDING and _needs_slot(node_request) and not self._has_free_slot
+        needs_slot = node_request.state not in HOLDING and _needs_slot(node_request) and not self._has_free_slot
         for each in reversed(list(self._node_requests)):
             if each is node_request:
                 return None
-            if each.stage in HOLDING or (each.stage is RequestState.PREFILLED and not needs_slot):
+            if each.state in HOLDING or (each.state is RequestState.PREFILLED and not needs_slot):
                 return each
         return None
 
@@ -327,22 +328,22 @@ class Room:
         return not preferred.is_ending and preferred.age < age
 
     def _running(self) -> list[NodeRequest]:
-        being_read = [each for each in self._node_requests.in_stage(RequestState.PREFILLING) if not each.hands_over]
-        return [*self._node_requests.in_stage(*SLOTED), *being_read]
+        being_read = [each for each in self._node_requests.in_state(RequestState.PREFILLING) if not each.only_prefills]
+        return [*self._node_requests.in_state(*SLOTED), *being_read]
 
 
 def _needs_slot(node_request: NodeRequest) -> bool:
     """Return whether a request needs a running slot, which it does not have, to start or to continue."""
-    return not node_request.hands_over or (node_request.is_kept and node_request.stage is RequestState.PREFILLED)
+    return not node_request.only_prefills or (node_request.is_kept and node_request.state is RequestState.PREFILLED)
 
 
 def _lets_go_soon(node_request: NodeRequest) -> bool:
     """Return whether a request's blocks come free without another request or a step of this node."""
-    if node_request.stage is RequestState.RECEIVING_KV and not node_request.is_receiving:
+    if node_request.state is RequestState.RECEIVING_KV and not node_request.is_receiving:
         return True  # its sender aborted, and it is cancelled soon
-    if node_request.stage is RequestState.FROZEN:
+    if node_request.state is RequestState.FROZEN:
         return True  # the coordinator decides soon whether it goes or stays
-    if node_request.is_distributed:
+    if node_request.is_moving:
         return True
     if node_request.is_loading:
         return True  # its blocks arrive, or it starts without them

@@ -45,7 +45,6 @@ from serving_node.decisions import (
     Receive,
     Send,
     SendMore,
-    SendPrefix,
     Spill,
     Tell,
 )
@@ -416,7 +415,7 @@ class NodeRunner:
                 self._grants.receive(decision)
             case FetchPrefix():
                 self._grants.fetch_prefix(decision)
-            case Send() | SendMore() | FinishSend() | SendPrefix() | CancelTransfer():
+            case Send() | SendMore() | FinishSend() | CancelTransfer():
                 self._transfers.carry_out(decision)
             case Spill() | Load() | CancelLoad():
                 self._tier.carry_out(decision)

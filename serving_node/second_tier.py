@@ -17,7 +17,7 @@ from serving_core.node.blocks import BlockAllocator, BlockLease
 from serving_core.node.costs import StepCosts
 from serving_core.node.leases import Leases
 from serving_core.node.prefix import BlockNames
-from serving_core.node.requests import NodeRequest
+from serving_core.node.requests import NodeRequest, Waiting
 from serving_core.node.tiers import TierIndex, TierRates
 from serving_node.decisions import CancelLoad, Decision, Load, Spill
 
@@ -123,19 +123,20 @@ class SecondTier:
         Begins to read the blocks where that pays. The start must leave `num_spare` blocks free. A prompt is checked
         once each time that it is queued.
         """
-        if not self.index.num_slots or node_request.has_looked:
+        waiting = node_request.waiting
+        if not self.index.num_slots or waiting is None or waiting.has_looked:
             return False
-        if node_request.is_loading:
+        if waiting.is_loading:
             return True
         if self._reading.num_needed(node_request) + num_spare > self._allocator.num_free:
             return False  # without enough free blocks to start it either
         in_pool, loaded = self._find(node_request.names, node_request.request.token_ids, num_cacheable(node_request))
         if (computed_s := self._worth_reading(in_pool, loaded)) is None:
-            node_request.has_looked = True
+            waiting.has_looked = True
             return False
         if len(self._loads) < MAX_LOADS:
-            node_request.is_loading = True
-            self._begin(in_pool, loaded, computed_s, now, node_request, partial(_let_start, node_request))
+            waiting.is_loading = True
+            self._begin(in_pool, loaded, computed_s, now, node_request, partial(_let_start, waiting))
         return True
 
     def fetch(
@@ -267,5 +268,5 @@ class SecondTier:
         return name in self._allocator.blocks_by_name or name in self.index
 
 
-def _let_start(node_request: NodeRequest) -> None:
-    node_request.is_loading, node_request.has_looked = False, True
+def _let_start(waiting: Waiting) -> None:
+    waiting.is_loading, waiting.has_looked = False, True

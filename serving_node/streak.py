@@ -146,7 +146,7 @@ class Streaks:
         if not self._is_disturbed(streak) and grow(full, self._leases):
             return True
         for node_request in streak.node_requests:
-            node_request.in_step = False
+            node_request.num_in_step = 0
         return False
 
     def _is_disturbed(self, streak: Streak) -> bool:
@@ -170,7 +170,7 @@ def is_calm(node_requests: NodeRequests) -> bool:
     """
     if node_requests.count(*WAITING):
         return False
-    if any(not each.is_to_share for each in node_requests.in_stage(RequestState.WAITING_FOR_BLOCKS)):
+    if any(not each.is_to_share for each in node_requests.in_state(RequestState.WAITING_FOR_BLOCKS)):
         return False
     return not any(each.is_kept or each.ending is not None or each.is_sending for each in node_requests)
 
@@ -216,10 +216,10 @@ def _num_steps(node_request: NodeRequest, eos_token_ids: Sequence[int]) -> int:
     request, sampling = node_request.request, node_request.request.sampling
     may_end = bool(sampling.stop_token_ids) or (bool(eos_token_ids) and not sampling.ignore_eos)
     if (
-        node_request.stage is not RequestState.RUNNING
+        node_request.state is not RequestState.RUNNING
         or node_request.num_to_compute != 1
         or may_end
-        or node_request.hosts
+        or node_request.distributed
     ):
         return 0
     return sampling.max_tokens - request.num_output_tokens - 1
@@ -237,18 +237,18 @@ def works_ahead(works: Sequence[Work], node_requests: NodeRequests, leases: Leas
     for work, node_request in zip(works, at_work, strict=True):
         request = work.request
         if (
-            node_request.stage is not RequestState.RUNNING
+            node_request.state is not RequestState.RUNNING
             or work.num_tokens != 1
             or work.candidates
             or not node_request.in_step
         ):
             return []
-        if node_request.hosts:
+        if node_request.distributed is not None:
             return []
         if request.num_output_tokens + 1 >= request.sampling.max_tokens:
             return []
     if not grow(at_work, leases, 2):
         return []
     for node_request in at_work:
-        node_request.num_candidates = 1
+        node_request.num_in_step = 2
     return [Work(work.request, work.start + 1, 1, work.block_ids) for work in works]

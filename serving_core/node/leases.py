@@ -75,10 +75,9 @@ class Leases:
             return False
         node_request.lease = self._allocator.allocate(num_blocks, names)
         node_request.names.begin(names, makers)
-        node_request.num_cached_blocks = num_cached = node_request.lease.num_cached
         if node_request.num_found_blocks is None:
-            node_request.num_found_blocks = num_cached
-        node_request.num_computed = num_cached * self._layout.block_size
+            node_request.num_found_blocks = node_request.num_cached_blocks
+        node_request.num_computed = node_request.num_cached_blocks * self._layout.block_size
         return True
 
     def num_missing(self, node_request: NodeRequest, num_tokens: int) -> int:
@@ -96,8 +95,9 @@ class Leases:
     def shed(self, node_request: NodeRequest, num_blocks: int) -> None:
         """Release the leading blocks, which remote KV now holds."""
         assert node_request.lease is not None
+        assert node_request.distributed is not None
         node_request.lease.shed(num_blocks)
-        node_request.num_remote_blocks += num_blocks
+        node_request.distributed.num_remote_blocks += num_blocks
 
     def trim(self, node_request: NodeRequest, num_blocks: int) -> None:
         """Release the last `num_blocks` blocks of a request, none of which was published (asserted).
@@ -121,7 +121,8 @@ class Leases:
         """
         assert node_request.lease is not None
         num_full = self._full_blocks(node_request.num_computed)
-        if not self._allocator.caching or node_request.hosts or num_full <= node_request.lease.num_published:
+        has_names = self._allocator.caching and node_request.distributed is None
+        if not has_names or num_full <= node_request.lease.num_published:
             return
         names = node_request.names
         if (num_new := num_full - len(names.names)) > 0:
@@ -167,7 +168,7 @@ class Leases:
     def _own_maker(self, node_request: NodeRequest) -> bytes:
         """Return the numerics id of what this node computes for the request in its present state."""
         return (
-            self._of_chunk if node_request.stage in (RequestState.PREFILLING, RequestState.PREFILLED) else self._of_step
+            self._of_chunk if node_request.state in (RequestState.PREFILLING, RequestState.PREFILLED) else self._of_step
         )
 
     def _know(self, makers: Sequence[bytes]) -> bool:
@@ -195,7 +196,9 @@ class Leases:
             node_request.lease.release()
             node_request.lease = None
             node_request.names.begin([], [])
-            node_request.num_computed = node_request.num_remote_blocks = 0
+            node_request.num_computed = 0
+            if node_request.distributed is not None:
+                node_request.distributed.num_remote_blocks = 0
             if node_request.request.remote_kvs and self.on_remote_kv_left is not None:
                 self.on_remote_kv_left(node_request.request.remote_kvs)
                 node_request.request.remote_kvs, node_request.request.remote_kv_error = (), ""
@@ -208,7 +211,7 @@ class Leases:
         """Return whether one request finds what the other publishes of the same tokens."""
         return (
             self._allocator.caching
-            and not (node_request.hosts or other.hosts)
+            and node_request.distributed is other.distributed is None
             and node_request.names.root == other.names.root
         )
 
@@ -263,7 +266,7 @@ class Leases:
         Returns none if some blocks are to go to remote KV. For a migrating request, returns only blocks with the bits
         that its tokens were generated from.
         """
-        if node_request.hosts:
+        if node_request.distributed is not None:
             return [], []
         names, makers = self._find_named(node_request.names, node_request.request.token_ids, num_tokens)
         num_found = num_alike(makers) if node_request.is_arriving else len(makers)

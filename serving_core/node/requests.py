@@ -1,32 +1,15 @@
 """Track the requests on one node and their states. Pure; prefill and decode of a node work on them.
 
-A prompt that this node prefills, for itself or for a decode node:
-
-    WAITING ──blocks──> PREFILLING ──the last chunk──> RUNNING
-       ▲                  │ │
-       └────preempted─────┘ └──another node decodes──> PREFILLED ──sent──> gone
-
-A prompt that another node prefills, or a request that migrates to this node:
-
-    WAITING_FOR_BLOCKS ──credit──> RECEIVING_KV ──all of its KV is here──> RUNNING ──the last token──> gone
-        ▲                   │
-        └──────revoked──────┘
-
-A request that migrates to another node continues to decode while its full blocks are sent, and freezes for the rest:
-
-    RUNNING ──only the rest is unsent──> FROZEN ──cancelled: the other node continues──> gone
-        ▲                                     │
-        └─────────migration given up──────────┘
-
-A preempted request in RUNNING becomes a prompt again: WAITING. So does a request in PREFILLED that is not yet sent. A
-request in PREFILLED that this node is to decode after all enters RUNNING as soon as a running slot is free."""
+`TRANSITIONS` is the state machine of a request; docs/architecture.md draws it. A request leaves a node in any state:
+when its output is complete or its KV is sent, when it fails, and when the coordinator cancels it.
+"""
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum, auto
+from enum import Enum, IntEnum, auto
 from heapq import merge
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from serving_core.node.blocks import BlockLease
 from serving_core.node.prefix import BlockNames
@@ -58,13 +41,28 @@ class RequestState(IntEnum):
     FROZEN = auto()  # frozen for the last part of a migration; only a command of the coordinator resumes or ends it
 
 
-@dataclass(slots=True)
-class Migration:
-    """The migration of a running request to another node."""
+class RequestEvent(Enum):
+    """What takes a request from one state to another."""
 
-    num_blocks: int  # that the other node has reserved
-    num_tokens: int  # that the other node knows
-    has_caught_up: bool = False  # all blocks that were full have been sent
+    STARTED = auto()  # a prompt has its blocks
+    SAMPLED = auto()  # a token was sampled, and this node decodes the next one
+    PREFILL_ENDED = auto()  # every token is computed of a prompt that another node decodes
+    PREEMPTED = auto()  # its blocks were taken
+    TRIMMED = auto()  # its last blocks were taken (distributed KV)
+    CREDITED = auto()  # blocks are reserved for KV of another node
+    REVOKED = auto()  # the reserved blocks were taken before any KV came
+    RECEIVED = auto()  # all KV of another node is here
+    TAKEN_OVER = auto()  # this node decodes what it prefilled for another node
+    FROZE = auto()  # only the last part of a migration is left to send
+    RESUMED = auto()  # the coordinator has given the migration up
+
+
+class DecodePlace(Enum):
+    """The node that decodes a request."""
+
+    HERE = auto()
+    ELSEWHERE = auto()  # this node prefills the request for another node
+    HERE_AFTER_ALL = auto()  # as ELSEWHERE, until this node has a running slot for the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +76,59 @@ class Offer:
     patience_s: float  # seconds after which missing blocks are computed instead
 
 
+@dataclass(slots=True)
+class Waiting:
+    """Data of a request in WAITING: the search for blocks of its prompt outside the pool."""
+
+    offer: Offer | None = None  # until it is accepted or declined
+    is_loading: bool = False  # blocks are being loaded from KV offload or fetched from another node
+    has_looked: bool = False  # KV offload has been searched
+
+
+@dataclass(slots=True)
+class IncomingTransfer:
+    """A transfer that may write to the reserved blocks of a request."""
+
+    has_begun: bool = False  # some of the KV has arrived
+    is_revoked: bool = False  # the credit is being revoked
+
+
+@dataclass(slots=True)
+class Incoming:
+    """Data of a request in WAITING_FOR_BLOCKS or RECEIVING_KV: its KV comes from another node."""
+
+    waiting_since_s: float  # for credit
+    source_tp: int = 1  # ranks of each stage of the node that has the KV
+    source_pp: int = 1  # stages of that node
+    num_ahead: int = 0  # tokens by which a migrating request may grow until it is here; 0: it is a prompt
+    is_whole: bool = False  # all blocks are transferred, whatever this node holds of the migrating request
+    shares_with: "NodeRequest | None" = None  # a request with the same prefix, whose KV comes before the credit
+    is_alone: bool = False  # it no longer waits for another request
+    transfer: IncomingTransfer | None = None
+
+
+@dataclass(slots=True)
+class Migration:
+    """The migration of a running request to another node."""
+
+    num_blocks: int  # that the other node has reserved
+    num_tokens: int  # that the other node knows
+    has_caught_up: bool = False  # all blocks that were full have been sent
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """Data of a request whose KV goes to another node: a prompt that it decodes, or a migrating request."""
+
+    waiting_since_s: float = 0.0  # for a transfer descriptor, or for a command to resume or end
+    is_sending: bool = False  # a rank may read the blocks
+    descriptor: bytes = b""  # transfer descriptor of the transfer under way
+    next_descriptor: bytes = b""  # a descriptor that came while the transfer of a revoked one was ending
+    tail: Sequence[int] = ()  # tokens that the other node does not know; they follow the last block
+    num_evictions: int = 0
+    migration: Migration | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
     """A KV holder: a node that may hold blocks of a request which exceeds its own node's pool."""
@@ -86,68 +137,55 @@ class Host:
     key: bytes
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
+class Distributed:
+    """Data of a request that may exceed the pool: its oldest blocks go to KV holders."""
+
+    hosts: tuple[Host, ...]
+    num_remote_blocks: int = 0  # blocks that KV holders hold; the lease has the blocks behind them
+    is_moving: bool = False  # some blocks are on their way to a KV holder
+    waited_s: float = 0.0  # seconds it has waited for a KV holder to have free blocks
+    longest_step_s: float = 0.0  # of the steps that have computed some of it
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class NodeRequest:
     """One request on this node, from the command that brings it until nothing is held for it."""
 
     request: Request
     age: int  # the coordinator's number of the request: the lower number goes first on every node
     names: BlockNames  # block hashes of the full blocks of the lease, once there is one
-    stage: RequestState  # only `NodeRequests.enter` changes it
-    waiting_since_s: float  # for credit, or for a transfer descriptor
-    hands_over: bool = False  # this node prefills it, another node decodes it
-    is_kept: bool = False  # it was prefilled for another node, but this node is to decode it after all
-    source_tp: int = 0  # ranks of each stage of the node that prefills the prompt; 0: this node does
-    source_pp: int = 1  # stages of that node
+    state: RequestState  # only `NodeRequests.apply` changes it
+    decode_place: DecodePlace = DecodePlace.HERE
     due: Due | None = None  # deadlines of its tokens; None without an SLO
     priority: int = 0  # among prompts: lower values are prefilled earlier
-    num_ahead: int = 0  # tokens by which a migrating request may grow until it is here; 0: it is a prompt
-    comes_whole: bool = False  # transfers all blocks, whatever this node holds of the migrating request
-    migration: Migration | None = None
+    waiting: Waiting | None = None
+    incoming: Incoming | None = None
+    outgoing: Outgoing | None = None
+    distributed: Distributed | None = None
     lease: BlockLease | None = None
     num_computed: int = 0  # tokens whose KV is in the pool
-    num_cached_blocks: int = 0  # leading blocks that were cached when it got its blocks
-    num_found_blocks: int | None = None  # the same when it first got blocks: later ones may be its own
-    has_begun: bool = False  # its prompt has been counted, here or where the request began
-    has_first_token: bool = False  # here, or, as the coordinator reports, on the prefill node
-    reading_since_s: float | None = None  # start of the first step that computed some of the prompt
-    in_step: bool = False
-    # Draft tokens of the running step, or 1 for the step that may follow at once: when the step is done, the request
-    # may
-    num_candidates: int = 0
-    # have this many more tokens than one
-    is_sending: bool = False  # a rank may read the blocks
-    is_receiving: bool = False  # a rank may write to the blocks
-    is_coming: bool = False  # some of the KV for its reserved blocks has arrived
-    is_revoked: bool = False  # its credit is being revoked
-    ahead: "NodeRequest | None" = None  # a request with the same prefix, whose KV it waits for before it gets credit
-    is_alone: bool = False  # it no longer waits for another request
-    descriptor: bytes = b""  # transfer descriptor to send with
-    next_descriptor: bytes = b""  # a descriptor that came while the transfer of a revoked one was ending
-    tail: Sequence[int] = ()  # tokens that the other node does not know; they follow the last block
-    num_evictions: int = 0
-    draft: Any = None  # decode_node/speculation.py's state for its text
-    is_loading: bool = False  # blocks of it are being loaded from KV offload or fetched from another node
-    offer: Offer | None = None  # until it is accepted or declined
-    has_looked: bool = False  # KV sources have been searched since it was queued
-    hosts: tuple[Host, ...] = ()  # if it exceeds the pool: nodes that may hold its oldest blocks
-    num_remote_blocks: int = 0  # blocks that KV holders hold; the lease has the blocks behind them
-    is_distributed: bool = False  # some blocks are on their way to a KV holder
-    waited_s: float = 0.0  # seconds it has waited for a KV holder to have free blocks
-    has_recalled: bool = False  # distributed KV of younger requests was recalled from this node for it
-    longest_step_s: float = 0.0  # of the steps that have computed some of it
+    num_found_blocks: int | None = None  # leading blocks that were cached when it first got blocks
+    is_counted: bool = False  # its prompt has been counted, here or where the request began
+    has_first_token: bool = False  # sampled here, or, as the coordinator reports, on the prefill node
+    prefill_began_s: float | None = None  # start of the first step that computed some of the prompt
+    num_in_step: int = 0  # tokens that the running step, or the one planned behind it, may add; 0: in no step
     ending: dict[str, Any] | None = None  # the report to the coordinator when nothing is held any more; {}: none
     num_given: int = field(init=False)  # tokens that came with the command
 
     def __post_init__(self) -> None:
         self.num_given = len(self.request.token_ids)
-        self.has_begun = self.num_ahead > 0
+        self.is_counted = self.is_arriving
+        if self.state is RequestState.WAITING and self.waiting is None:
+            self.waiting = Waiting()
+        if self.decode_place is not DecodePlace.HERE and self.outgoing is None:
+            self.outgoing = Outgoing()
 
     @property
     def key(self) -> Key:
         return self.request.request_id, self.request.epoch
 
-    def note_begun(self, now: float) -> None:
+    def note_first_token(self, now: float) -> None:
         """Record the time of the first output token, if the request has an SLO.
 
         Only the first call counts, as several events may report the token.
@@ -160,22 +198,91 @@ class NodeRequest:
         return self.ending is not None
 
     @property
+    def only_prefills(self) -> bool:
+        """Return whether this node prefills the request without decoding it, at least until a running slot is free."""
+        return self.decode_place is not DecodePlace.HERE
+
+    @property
     def is_outgoing(self) -> bool:
         """Return whether another node is to decode the request from the prompt that this node prefills."""
-        return self.hands_over and not self.is_kept
+        return self.decode_place is DecodePlace.ELSEWHERE
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether the request was prefilled for another node, and waits for a running slot of this one."""
+        return self.decode_place is DecodePlace.HERE_AFTER_ALL
+
+    @property
+    def in_step(self) -> bool:
+        return self.num_in_step > 0
+
+    @property
+    def is_loading(self) -> bool:
+        """Return whether the request waits for blocks from KV offload or from another node."""
+        return self.waiting is not None and self.waiting.is_loading
+
+    @property
+    def is_sending(self) -> bool:
+        """Return whether a rank may read the blocks for another node."""
+        return self.outgoing is not None and self.outgoing.is_sending
+
+    @property
+    def num_evictions(self) -> int:
+        """Return how often the prefilled prompt has lost its blocks before they were sent."""
+        return 0 if self.outgoing is None else self.outgoing.num_evictions
+
+    @property
+    def is_receiving(self) -> bool:
+        """Return whether a rank may write KV of another node to the blocks."""
+        return self.incoming is not None and self.incoming.transfer is not None
+
+    @property
+    def has_come(self) -> bool:
+        """Return whether some KV of another node has arrived in the reserved blocks."""
+        return self.incoming is not None and self.incoming.transfer is not None and self.incoming.transfer.has_begun
+
+    @property
+    def is_revoked(self) -> bool:
+        """Return whether the request's credit is being revoked."""
+        return self.incoming is not None and self.incoming.transfer is not None and self.incoming.transfer.is_revoked
+
+    @property
+    def migration(self) -> Migration | None:
+        """Return the migration of the request to another node, if any."""
+        return None if self.outgoing is None else self.outgoing.migration
+
+    @property
+    def is_moving(self) -> bool:
+        """Return whether blocks of the request are on their way to a KV holder."""
+        return self.distributed is not None and self.distributed.is_moving
+
+    @property
+    def num_remote_blocks(self) -> int:
+        """Return the blocks that KV holders hold for the request; the lease has the blocks behind them."""
+        return 0 if self.distributed is None else self.distributed.num_remote_blocks
 
     @property
     def is_busy(self) -> bool:
         """Return whether a step or a transfer still uses the blocks."""
-        return self.in_step or self.is_sending or self.is_receiving or self.is_distributed
+        return self.num_in_step > 0 or self.is_sending or self.is_receiving or self.is_moving
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Return how many leading blocks were cached when the request got its blocks; 0 without blocks."""
+        return 0 if self.lease is None else self.lease.num_cached
 
     @property
     def num_to_compute(self) -> int:
         """Return the known tokens whose KV is missing here: 1 for a request that decodes. Tokens behind a prompt that
         another node decodes do not count.
         """
-        num_tokens = self.num_given if self.hands_over else len(self.request.token_ids)
+        num_tokens = self.num_given if self.only_prefills else len(self.request.token_ids)
         return num_tokens - self.num_computed
+
+    @property
+    def num_ahead(self) -> int:
+        """Return the tokens by which a request that migrates here may grow until it is here; 0 for others."""
+        return 0 if self.incoming is None else self.incoming.num_ahead
 
     @property
     def is_ready(self) -> bool:
@@ -185,7 +292,7 @@ class NodeRequest:
     @property
     def is_arriving(self) -> bool:
         """Return whether the request is migrating to this node."""
-        return self.num_ahead > 0 and self.stage in (RequestState.WAITING_FOR_BLOCKS, RequestState.RECEIVING_KV)
+        return self.num_ahead > 0
 
     @property
     def behind(self) -> bytes:
@@ -196,7 +303,9 @@ class NodeRequest:
     @property
     def is_to_share(self) -> bool:
         """Return whether the request waits only for the KV of another request."""
-        return self.ahead is not None and self.may_wait_for(self.ahead)
+        if self.incoming is None or self.incoming.shares_with is None:
+            return False
+        return self.may_wait_for(self.incoming.shares_with)
 
     def may_wait_for(self, other: "NodeRequest") -> bool:
         """Return whether the KV of `other` is on its way here, so that this request may wait for it.
@@ -204,27 +313,70 @@ class NodeRequest:
         A prefilled prompt waits only for KV that is prefilled too and arriving. Of two migrating requests, which
         continue meanwhile, one also waits for KV that is about to arrive.
         """
-        if (
-            other.stage is not RequestState.RECEIVING_KV
-            or not other.is_receiving
-            or other.is_revoked
-            or other.is_ending
-        ):
+        if other.is_ending or other.incoming is None:
             return False
-        return not self.is_ready or (other.is_ready and (other.is_coming or (self.is_arriving and other.is_arriving)))
-
-    @property
-    def computes_prompt(self) -> bool:
-        """Return whether this node is still to sample the request's first token."""
-        return not self.has_first_token and not self.source_tp
+        transfer = other.incoming.transfer
+        if transfer is None or transfer.is_revoked:
+            return False
+        is_near = transfer.has_begun or (self.is_arriving and other.is_arriving)
+        return not self.is_ready or (other.is_ready and is_near)
 
     def work(self, num_tokens: int) -> Work:
         """Return the request's part of a step that computes num_tokens more tokens."""
         assert self.lease is not None
         block_ids = self.lease.block_ids
-        if self.num_remote_blocks:  # the entries in place of distributed blocks are not read
+        if self.num_remote_blocks:  # the entries in place of remote blocks are not read
             block_ids = [0] * self.num_remote_blocks + block_ids
         return Work(self.request, self.num_computed, num_tokens, block_ids)
+
+
+# ---- the state machine ----
+
+
+def _start(node_request: NodeRequest) -> None:
+    node_request.waiting = None
+
+
+def _queue(node_request: NodeRequest) -> None:
+    node_request.waiting = Waiting()
+
+
+def _receive(node_request: NodeRequest) -> None:
+    node_request.incoming, node_request.has_first_token = None, True
+
+
+def _decode_here(node_request: NodeRequest) -> None:
+    node_request.decode_place = DecodePlace.HERE
+    drop_outgoing(node_request)
+
+
+def drop_outgoing(node_request: NodeRequest) -> None:
+    """Forget the KV that went to another node, unless a rank still reads it."""
+    if not node_request.is_sending:
+        node_request.outgoing = None
+
+
+def _nothing(_: NodeRequest) -> None: ...
+
+
+_S, _E = RequestState, RequestEvent
+TRANSITIONS: Final[dict[tuple[RequestState, RequestEvent], tuple[RequestState, Callable[[NodeRequest], None]]]] = {
+    (_S.WAITING, _E.STARTED): (_S.PREFILLING, _start),
+    (_S.PREFILLING, _E.SAMPLED): (_S.RUNNING, _nothing),
+    (_S.PREFILLING, _E.PREFILL_ENDED): (_S.PREFILLED, _nothing),
+    (_S.PREFILLING, _E.PREEMPTED): (_S.WAITING, _queue),
+    (_S.PREFILLING, _E.TRIMMED): (_S.PREFILLING, _nothing),
+    (_S.PREFILLED, _E.PREEMPTED): (_S.WAITING, _queue),
+    (_S.PREFILLED, _E.TAKEN_OVER): (_S.RUNNING, _decode_here),
+    (_S.WAITING_FOR_BLOCKS, _E.CREDITED): (_S.RECEIVING_KV, _nothing),
+    (_S.RECEIVING_KV, _E.REVOKED): (_S.WAITING_FOR_BLOCKS, _nothing),
+    (_S.RECEIVING_KV, _E.RECEIVED): (_S.RUNNING, _receive),
+    (_S.RUNNING, _E.PREEMPTED): (_S.WAITING, _queue),
+    (_S.RUNNING, _E.TRIMMED): (_S.PREFILLING, _nothing),
+    (_S.RUNNING, _E.FROZE): (_S.FROZEN, _nothing),
+    (_S.FROZEN, _E.RESUMED): (_S.RUNNING, drop_outgoing),
+}
+"""The next state for each event in each state, and what changes the data of the request with it."""
 
 
 class NodeRequests:
@@ -233,7 +385,7 @@ class NodeRequests:
     def __init__(self) -> None:
         self._by_key: dict[Key, NodeRequest] = {}
         self._by_age: list[NodeRequest] = []
-        self._by_stage: list[list[NodeRequest]] = [[] for _ in range(max(RequestState) + 1)]  # by age too
+        self._by_state: list[list[NodeRequest]] = [[] for _ in range(max(RequestState) + 1)]  # by age too
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -248,18 +400,20 @@ class NodeRequests:
         assert node_request.key not in self._by_key
         self._by_key[node_request.key] = node_request
         insort(self._by_age, node_request, key=_order)
-        insort(self._by_stage[node_request.stage], node_request, key=_order)
+        insort(self._by_state[node_request.state], node_request, key=_order)
 
     def remove(self, node_request: NodeRequest) -> None:
         del self._by_key[node_request.key]
         self._by_age.remove(node_request)
-        self._by_stage[node_request.stage].remove(node_request)
+        self._by_state[node_request.state].remove(node_request)
 
-    def enter(self, node_request: NodeRequest, stage: RequestState) -> None:
-        """Set the state of a request."""
-        self._by_stage[node_request.stage].remove(node_request)
-        node_request.stage = stage
-        insort(self._by_stage[stage], node_request, key=_order)
+    def apply(self, node_request: NodeRequest, event: RequestEvent) -> None:
+        """Take a request to the state that follows. Raises KeyError for an event that its state does not have."""
+        state, change = TRANSITIONS[node_request.state, event]
+        self._by_state[node_request.state].remove(node_request)
+        node_request.state = state
+        insort(self._by_state[state], node_request, key=_order)
+        change(node_request)
 
     def find(self, attempt: Attempt) -> NodeRequest | None:
         return self._by_key.get((attempt.request_id, attempt.epoch))
@@ -267,20 +421,24 @@ class NodeRequests:
     def of(self, request: Request) -> NodeRequest:
         return self._by_key[request.request_id, request.epoch]
 
-    def in_stage(self, *stages: RequestState) -> Iterator[NodeRequest]:
+    def in_state(self, *states: RequestState) -> Iterator[NodeRequest]:
         """Iterate over the requests now in these states, oldest first, even if they change state meanwhile."""
-        there = list(filter(None, map(self._by_stage.__getitem__, stages)))
+        there = list(filter(None, map(self._by_state.__getitem__, states)))
         if len(there) > 1:
             return merge(*map(list, there), key=_order)
         return iter(list(there[0]) if there else ())
 
-    def count(self, *stages: RequestState) -> int:
-        return sum(map(len, map(self._by_stage.__getitem__, stages)))
+    def count(self, *states: RequestState) -> int:
+        return sum(map(len, map(self._by_state.__getitem__, states)))
 
     def check_integrity(self) -> None:
-        """Check that every request is listed under its state."""
-        for stage in RequestState:
-            assert self._by_stage[stage] == [each for each in self._by_age if each.stage is stage], stage
+        """Check that every request is listed under its state, and has the data of its state alone."""
+        for state in RequestState:
+            assert self._by_state[state] == [each for each in self._by_age if each.state is state], state
+        for each in self._by_age:
+            is_coming = each.state in (RequestState.WAITING_FOR_BLOCKS, RequestState.RECEIVING_KV)
+            assert (each.waiting is not None) == (each.state is RequestState.WAITING), each.key
+            assert (each.incoming is not None) == is_coming, each.key
 
 
 def _order(node_request: NodeRequest) -> tuple[int, int]:

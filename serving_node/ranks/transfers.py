@@ -17,7 +17,7 @@ from prefill_node.outgoing import Outgoing
 from protos import ranks_pb2
 from serving_core.layout import KVLayout
 from serving_core.requests import OnLayer, Share, Work
-from serving_node.decisions import CancelTransfer, FinishSend, Send, SendMore, SendPrefix
+from serving_node.decisions import CancelTransfer, FinishSend, Send, SendMore
 from serving_node.ranks.leading import Followers, Leader
 
 OnGranted = Callable[[int], None]
@@ -84,17 +84,14 @@ class NodeTransfers:
         if (new := self._listener.allow(keys)) and self._followers:
             self._followers.send(admit=ranks_pb2.Admit(keys=new))
 
-    def carry_out(self, decision: Send | SendMore | FinishSend | SendPrefix | CancelTransfer) -> None:
+    def carry_out(self, decision: Send | SendMore | FinishSend | CancelTransfer) -> None:
         """Carry out a decision about outgoing transfers."""
         match decision:
-            case Send(node_request=node_request, block_ids=block_ids):
-                self.send(node_request.request.epoch, node_request.descriptor, block_ids)
-            case SendMore(node_request=node_request, block_ids=block_ids):
-                self.send_more(node_request.request.epoch, block_ids)
-            case FinishSend(node_request=node_request, block_ids=block_ids, tail=tail):
-                self.finish(node_request.request.epoch, block_ids, tail)
-            case SendPrefix(epoch=epoch, descriptor=descriptor, block_ids=block_ids, tail=tail):
+            case Send(epoch=epoch, descriptor=descriptor, block_ids=block_ids):
                 self.send(epoch, descriptor, block_ids)
+            case SendMore(epoch=epoch, block_ids=block_ids):
+                self.send_more(epoch, block_ids)
+            case FinishSend(epoch=epoch, block_ids=block_ids, tail=tail):
                 self.finish(epoch, block_ids, tail)
             case CancelTransfer(epoch=epoch):
                 self.cancel(epoch)

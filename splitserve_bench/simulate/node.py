@@ -32,7 +32,6 @@ from serving_node.decisions import (
     Receive,
     Send,
     SendMore,
-    SendPrefix,
     Spill,
     Tell,
 )
@@ -354,17 +353,14 @@ class SimulatedNode:
         match decision:
             case Receive(node_request=node_request, num_blocks=num_blocks):
                 self._receive(node_request, num_blocks)
-            case Send(node_request=node_request, block_ids=block_ids):
-                self._transfers.send(self, node_request.request.epoch, node_request.descriptor, len(block_ids))
-            case SendMore(node_request=node_request, block_ids=block_ids):
-                self._transfers.ready(self, node_request.request.epoch, len(block_ids), since_s=self._agenda.now)
-            case FinishSend(node_request=node_request, block_ids=block_ids, tail=tail):
-                self._transfers.finish(self, node_request.request.epoch, len(block_ids), tail)
+            case Send(epoch=epoch, descriptor=descriptor, block_ids=block_ids):
+                self._transfers.send(self, epoch, descriptor, len(block_ids))
+            case SendMore(epoch=epoch, block_ids=block_ids):
+                self._transfers.ready(self, epoch, len(block_ids), since_s=self._agenda.now)
+            case FinishSend(epoch=epoch, block_ids=block_ids, tail=tail):
+                self._transfers.finish(self, epoch, len(block_ids), tail)
             case FetchPrefix(offer=offer, block_ids=block_ids, num_cached=num_cached):
                 self._open(offer.epoch, len(block_ids), num_cached, offer.num_tokens)
-            case SendPrefix(epoch=epoch, descriptor=descriptor, block_ids=block_ids, tail=tail):
-                self._transfers.send(self, epoch, descriptor, len(block_ids))
-                self._transfers.finish(self, epoch, len(block_ids), tail)
             case CancelTransfer(epoch=epoch):
                 self._transfers.cancel(self, epoch)
 

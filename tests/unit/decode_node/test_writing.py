@@ -27,14 +27,14 @@ def rest_is_held(house):
 CASES = [
     (RequestState.RUNNING, {}, RequestState.WAITING),
     (RequestState.PREFILLING, {}, RequestState.WAITING),
-    (RequestState.PREFILLING, {"hands_over": True}, RequestState.WAITING),
-    (RequestState.PREFILLING, {"hands_over": True, "is_sending": True}, None),
-    (RequestState.PREFILLED, {"hands_over": True}, RequestState.WAITING),
-    (RequestState.PREFILLED, {"hands_over": True, "num_evictions": MAX_EVICTIONS - 1}, RequestState.WAITING),
-    (RequestState.PREFILLED, {"hands_over": True, "num_evictions": MAX_EVICTIONS}, None),
-    (RequestState.PREFILLED, {"hands_over": True, "is_sending": True}, None),
-    (RequestState.RECEIVING_KV, {"source_tp": 1, "is_receiving": True}, RequestState.RECEIVING_KV),
-    (RequestState.RECEIVING_KV, {"source_tp": 1}, None),  # aborted, and about to be cancelled
+    (RequestState.PREFILLING, {"only_prefills": True}, RequestState.WAITING),
+    (RequestState.PREFILLING, {"only_prefills": True, "is_sending": True}, None),
+    (RequestState.PREFILLED, {"only_prefills": True}, RequestState.WAITING),
+    (RequestState.PREFILLED, {"only_prefills": True, "num_evictions": MAX_EVICTIONS - 1}, RequestState.WAITING),
+    (RequestState.PREFILLED, {"only_prefills": True, "num_evictions": MAX_EVICTIONS}, None),
+    (RequestState.PREFILLED, {"only_prefills": True, "is_sending": True}, None),
+    (RequestState.RECEIVING_KV, {"is_receiving": True}, RequestState.RECEIVING_KV),
+    (RequestState.RECEIVING_KV, {}, None),  # aborted, and about to be cancelled
 ]
 
 
@@ -57,16 +57,16 @@ def test_what_a_younger_request_gives(stage, facts, then):
         assert revoked == ([younger] if then else [])
         assert younger.is_revoked == bool(then)
         assert writing.num_preemptions == writing.num_evictions == 0
-    assert younger.stage is (then or stage)
-    assert needs.stage is RequestState.RUNNING
+    assert younger.state is (then or stage)
+    assert needs.state is RequestState.RUNNING
     house.allocator.check_integrity()
 
 
 def test_no_more_is_taken_while_a_grant_is_being_taken_back():
     house, writing, revoked = make(8)
     needs_a_block(house)
-    grant = house.add("grant", 9, RequestState.RECEIVING_KV, 4, source_tp=1, is_receiving=True)
-    other = house.add("other", 8, RequestState.RECEIVING_KV, 4, source_tp=1, is_receiving=True)
+    grant = house.add("grant", 9, RequestState.RECEIVING_KV, 4, is_receiving=True)
+    other = house.add("other", 8, RequestState.RECEIVING_KV, 4, is_receiving=True)
     rest_is_held(house)
     assert writing.plan() == writing.plan() == []
     assert revoked == [grant]
@@ -81,7 +81,7 @@ def test_one_that_has_its_place_in_the_step_keeps_it():
     third = house.add("third", 3, RequestState.RUNNING, 7, num_computed=6)
     rest_is_held(house)
     assert [work.request for work in writing.plan()] == [first.request, second.request]
-    assert third.stage is RequestState.WAITING
+    assert third.state is RequestState.WAITING
 
 
 def test_the_oldest_does_not_give_way_and_the_youngest_gives_way_itself():
@@ -90,18 +90,18 @@ def test_the_oldest_does_not_give_way_and_the_youngest_gives_way_itself():
     youngest = needs_a_block(house, age=2)
     rest_is_held(house)
     assert [work.request for work in writing.plan()] == [oldest.request]
-    assert youngest.stage is RequestState.WAITING
+    assert youngest.state is RequestState.WAITING
     assert writing.num_preemptions == 1
 
 
 def test_an_answer_that_has_no_younger_and_is_the_oldest_waits():
     house, writing, revoked = make(6)
-    read = house.add("read", 1, RequestState.PREFILLED, 8, num_computed=8, hands_over=True)
+    read = house.add("read", 1, RequestState.PREFILLED, 8, num_computed=8, only_prefills=True)
     needs = needs_a_block(house, age=2)
     rest_is_held(house)
     assert writing.plan() == []
-    assert needs.stage is RequestState.RUNNING
-    assert read.stage is RequestState.PREFILLED
+    assert needs.state is RequestState.RUNNING
+    assert read.state is RequestState.PREFILLED
     assert not revoked
 
 

@@ -105,7 +105,7 @@ class Prompts:
         self.pace = Pace(0.0, 1000, 1.0)
 
     def add(self, name, first_s=None, *, length=4, stage=RequestState.WAITING, **fields):
-        node_request = self.house.add(name, len(self.by_name), stage, length, hands_over=True, **fields)
+        node_request = self.house.add(name, len(self.by_name), stage, length, only_prefills=True, **fields)
         node_request.due = None if first_s is None else Due(first_s)
         self.by_name[name] = node_request
         return node_request

@@ -5,7 +5,7 @@ import pytest
 from prefill_node import slack
 from prefill_node.reading import MAX_SCORED_TOKENS, Reading, num_cacheable
 from serving_core.node.costs import StepCosts
-from serving_core.node.requests import RequestState
+from serving_core.node.requests import RequestEvent, RequestState
 from serving_core.requests import SampledToken, SamplingParams
 from serving_core.slo import PRIOR_FACTOR, Due
 from tests.unit.serving_node.node_requests_kit import House
@@ -21,7 +21,7 @@ def plan(house, reading, budget, *, slots=(), start=None):
     asked = []
 
     def has_slot(node_request):
-        return node_request.hands_over or node_request.request.request_id in slots
+        return node_request.only_prefills or node_request.request.request_id in slots
 
     def begin(node_request):
         asked.append(node_request.request.request_id)
@@ -33,25 +33,25 @@ def plan(house, reading, budget, *, slots=(), start=None):
 
 def test_the_budget_is_spent_in_order_of_age():
     house, reading = make()
-    house.add("c", 3, RequestState.WAITING, 5, hands_over=True)
-    house.add("a", 1, RequestState.WAITING, 5, hands_over=True)
-    house.add("b", 2, RequestState.PREFILLING, 9, num_computed=4, hands_over=True)
+    house.add("c", 3, RequestState.WAITING, 5, only_prefills=True)
+    house.add("a", 1, RequestState.WAITING, 5, only_prefills=True)
+    house.add("b", 2, RequestState.PREFILLING, 9, num_computed=4, only_prefills=True)
     assert plan(house, reading, 12) == ([("a", 0, 5), ("b", 4, 5), ("c", 0, 2)], ["a", "c"])
 
 
 def test_nobody_is_started_without_budget():
     house, reading = make()
-    house.add("a", 1, RequestState.PREFILLING, 8, hands_over=True)
-    house.add("b", 2, RequestState.WAITING, 8, hands_over=True)
+    house.add("a", 1, RequestState.PREFILLING, 8, only_prefills=True)
+    house.add("b", 2, RequestState.WAITING, 8, only_prefills=True)
     assert plan(house, reading, 8) == ([("a", 0, 8)], [])
     assert plan(house, reading, 0) == ([], [])
 
 
 def test_one_that_may_not_start_holds_up_those_without_blocks_alone():
     house, reading = make()
-    house.add("may not", 1, RequestState.WAITING, 5, hands_over=True)
-    house.add("could", 2, RequestState.WAITING, 5, hands_over=True)
-    house.add("has begun", 3, RequestState.PREFILLING, 5, hands_over=True)
+    house.add("may not", 1, RequestState.WAITING, 5, only_prefills=True)
+    house.add("could", 2, RequestState.WAITING, 5, only_prefills=True)
+    house.add("has begun", 3, RequestState.PREFILLING, 5, only_prefills=True)
     assert plan(house, reading, 64, start={"could"}) == ([("has begun", 0, 5)], ["may not"])
 
 
@@ -66,7 +66,9 @@ def limited(*dues_s, nums_tokens=(20, 20, 20)):
     """What the first step computes of prompts that are due so, at one token a second."""
     house, reading = make(100, tokens_per_s=1.0)
     for age, due_s in enumerate(dues_s):
-        house.add("abcd"[age], age, RequestState.WAITING, nums_tokens[age], hands_over=True).due = due_s and Due(due_s)
+        house.add("abcd"[age], age, RequestState.WAITING, nums_tokens[age], only_prefills=True).due = due_s and Due(
+            due_s
+        )
     return plan(house, reading, 60)[0]
 
 
@@ -99,8 +101,8 @@ def test_steps_are_short_while_prompts_come_with_limits(dues_s, num_tokens):
     """Beside prompts of 20 s: the one with the least time counts, of so few. A token takes a second."""
     house, reading = make(200, tokens_per_s=1.0)
     for age, due_s in enumerate(dues_s):
-        house.add(f"limited {age}", age, RequestState.WAITING, 20, hands_over=True).due = due_s and Due(due_s)
-    house.add("long", 9, RequestState.WAITING, 500, hands_over=True)
+        house.add(f"limited {age}", age, RequestState.WAITING, 20, only_prefills=True).due = due_s and Due(due_s)
+    house.add("long", 9, RequestState.WAITING, 500, only_prefills=True)
     works, _ = plan(house, reading, 300)
     assert works[-1] == ("long", 0, num_tokens)
     assert len(works) == len(dues_s) + 1
@@ -113,16 +115,16 @@ def test_who_has_no_limit_or_is_late_anyway_lets_others_share_its_step():
 
 def test_what_is_ending_or_has_all_it_needs_is_left_out():
     house, reading = make()
-    house.add("ends", 1, RequestState.WAITING, 5, hands_over=True, ending={})
-    house.add("ends too", 2, RequestState.PREFILLING, 5, hands_over=True, ending={})
-    house.add("done", 3, RequestState.PREFILLING, 5, num_computed=5, hands_over=True)
+    house.add("ends", 1, RequestState.WAITING, 5, only_prefills=True, ending={})
+    house.add("ends too", 2, RequestState.PREFILLING, 5, only_prefills=True, ending={})
+    house.add("done", 3, RequestState.PREFILLING, 5, num_computed=5, only_prefills=True)
     assert plan(house, reading, 64) == ([], [])
 
 
 def test_a_prompt_that_is_answered_here_gets_room_for_its_first_token():
     house, reading = make()
     here = house.add("here", 1, RequestState.WAITING, 8)
-    there = house.add("there", 2, RequestState.WAITING, 8, hands_over=True)
+    there = house.add("there", 2, RequestState.WAITING, 8, only_prefills=True)
     again = house.add("again", 3, RequestState.WAITING, 8, has_first_token=True)
     assert [reading.tokens_to_hold(each) for each in (here, there, again)] == [9, 8, 8]
     assert [reading.num_needed(each) for each in (here, there, again)] == [3, 2, 2]
@@ -131,15 +133,15 @@ def test_a_prompt_that_is_answered_here_gets_room_for_its_first_token():
 def test_the_last_token_is_computed_where_its_logits_are_wanted():
     house, _ = make()
     assert num_cacheable(house.add("here", 1, RequestState.WAITING, 8)) == 7
-    assert num_cacheable(house.add("there", 2, RequestState.WAITING, 8, hands_over=True)) == 7
-    evicted = house.add("evicted", 3, RequestState.WAITING, 8, hands_over=True, has_first_token=True)
+    assert num_cacheable(house.add("there", 2, RequestState.WAITING, 8, only_prefills=True)) == 7
+    evicted = house.add("evicted", 3, RequestState.WAITING, 8, only_prefills=True, has_first_token=True)
     evicted.request.token_ids.append(1)
     assert num_cacheable(evicted) == 8
 
 
 def scored(house, name, age, num_tokens):
     """A prompt of which nothing may be left out."""
-    node_request = house.add(name, age, RequestState.WAITING, num_tokens, hands_over=True)
+    node_request = house.add(name, age, RequestState.WAITING, num_tokens, only_prefills=True)
     node_request.request.sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
     return node_request
 
@@ -159,23 +161,23 @@ def test_a_step_scores_no_more_tokens_than_logits_of_which_are_held_at_once():
     house, reading = make(400)
     scored(house, "a", 1, 200)
     scored(house, "b", 2, 200)
-    house.add("c", 3, RequestState.WAITING, 500, hands_over=True)
+    house.add("c", 3, RequestState.WAITING, 500, only_prefills=True)
     assert plan(house, reading, 2000)[0] == [("a", 0, 200), ("b", 0, MAX_SCORED_TOKENS - 200), ("c", 0, 500)]
 
 
 def test_a_prompt_counts_once_however_often_it_begins():
     house, reading = make()
-    node_request = house.add("a", 1, RequestState.WAITING, 5, hands_over=True)
+    node_request = house.add("a", 1, RequestState.WAITING, 5, only_prefills=True)
     plan(house, reading, 64)
     house.leases.give_back(node_request)
-    house.node_requests.enter(node_request, RequestState.WAITING)
+    house.node_requests.apply(node_request, RequestEvent.PREEMPTED)
     plan(house, reading, 64)
     assert reading.num_prompt_tokens == 5
 
 
 def alike(house, name, age, num_tokens, *, num_common=24, salt="one", **facts):
     """A prompt whose first tokens others have too."""
-    node_request = house.add(name, age, RequestState.WAITING, num_tokens, hands_over=True, salt=salt, **facts)
+    node_request = house.add(name, age, RequestState.WAITING, num_tokens, only_prefills=True, salt=salt, **facts)
     node_request.request.token_ids[num_common:] = [1000 * age + at for at in range(num_common, num_tokens)]
     return node_request
 
@@ -197,7 +199,7 @@ def test_what_prompts_begin_with_alike_is_computed_once():
     house, reading = make(64)
     for age, name in enumerate("abc"):
         alike(house, name, age, 30)
-    house.add("other", 4, RequestState.WAITING, 9, hands_over=True)
+    house.add("other", 4, RequestState.WAITING, 9, only_prefills=True)
     assert read_all(house, reading) == [[("a", 0, 30), ("other", 0, 9)], [("b", 24, 6), ("c", 24, 6)]]
     assert (reading.num_prompt_tokens, reading.num_cached_tokens) == (99, 48)
 
@@ -243,7 +245,7 @@ def test_a_prompt_that_holds_more_than_another_one_computes_does_not_wait():
     alike(house, "first", 1, 30)
     read_all(house, reading)  # and stays to be found
     # began before that was there
-    again = house.add("again", 2, RequestState.PREFILLING, 30, hands_over=True, salt="one")
+    again = house.add("again", 2, RequestState.PREFILLING, 30, only_prefills=True, salt="one")
     assert again.num_computed == 0
     alike(house, "b", 3, 30)
     assert plan(house, reading, 64)[0] == [("again", 0, 30), ("b", 24, 6)]

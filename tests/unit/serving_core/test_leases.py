@@ -26,13 +26,13 @@ class House:
 
     def take(self, num_tokens, stage=RequestState.PREFILLING):
         request = Request("r", 1, TOKENS[:num_tokens], num_tokens, SamplingParams(max_tokens=40))
-        node_request = NodeRequest(request, 1, BlockNames(ROOT, 4), stage, 0.0)
+        node_request = NodeRequest(request, 1, BlockNames(ROOT, 4), stage)
         assert self.leases.take(node_request, 40, num_cacheable=num_tokens, num_spare=0)
         return node_request
 
     def compute(self, node_request, stage, until):
         """As many steps as it takes, of one token for an answer."""
-        node_request.stage = stage
+        node_request.state = stage
         while node_request.num_computed < until:
             node_request.num_computed = until if stage is RequestState.PREFILLING else node_request.num_computed + 1
             node_request.request.token_ids = TOKENS[: max(until, node_request.num_computed)]
@@ -41,7 +41,7 @@ class House:
     def copy(self, node_request, num_tokens, made):
         node_request.num_computed = num_tokens
         self.leases.copied(node_request, made)
-        node_request.stage = RequestState.RUNNING
+        node_request.state = RequestState.RUNNING
         self.leases.publish(node_request)
 
     def found(self, num_tokens=40):

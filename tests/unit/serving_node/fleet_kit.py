@@ -138,8 +138,8 @@ class Fleet:
         for node in self.nodes:
             lines.append(f"{node.name} {node.num_free} of {node.allocator.num_blocks} free")
             lines += [
-                f"  {each.request.request_id} age {each.age} {each.stage.name}"
-                f" {'out' if each.hands_over else 'in' if each.source_tp else 'own'}"
+                f"  {each.request.request_id} age {each.age} {each.state.name}"
+                f" {'out' if each.only_prefills else 'in' if each.incoming else 'own'}"
                 f" blocks {len(each.lease.block_ids) if each.lease else 0}"
                 f" {'sending' if each.is_sending else ''}{'receiving' if each.is_receiving else ''}"
                 f"{' revoked' if each.is_revoked else ''}{' ending' if each.is_ending else ''}"

@@ -88,12 +88,13 @@ class FleetNode(Node):
         match decision:
             case Receive(node_request=node_request, num_blocks=num_blocks):
                 self._open(node_request, num_blocks)
-            case Send(node_request=node_request, block_ids=block_ids):
-                assert node_request.request.epoch not in self.sending
-                channel = self.fleet.channels[node_request.descriptor]
-                assert (channel.epoch == node_request.request.epoch) == node_request.hands_over
-                channel.sender, channel.sender_epoch = self, node_request.request.epoch
-                self.sending[channel.sender_epoch] = Outgoing(node_request.descriptor, list(block_ids))
+            case Send(epoch=epoch, descriptor=descriptor, block_ids=block_ids):
+                assert epoch not in self.sending
+                channel = self.fleet.channels[descriptor]
+                node_request = next(each for each in self.logic.node_requests if each.request.epoch == epoch)
+                assert (channel.epoch == epoch) == node_request.only_prefills
+                channel.sender, channel.sender_epoch = self, epoch
+                self.sending[channel.sender_epoch] = Outgoing(descriptor, list(block_ids))
             case CancelTransfer(epoch=epoch):
                 self._cancel(epoch)
             case _:

@@ -26,7 +26,6 @@ from serving_node.decisions import (
     Receive,
     Send,
     SendMore,
-    SendPrefix,
     Spill,
     Tell,
 )
@@ -124,7 +123,6 @@ class Node:
         self.opened = {}  # by epoch
         self.sending = {}
         self.prefix_fetch_begun = {}
-        self.prefix_sends = {}
         self.cancelled = []  # epochs of transfers that are to end
         self.works = []  # of the step that runs
         self.hints = set()  # blocks that the coordinator believes to be here
@@ -240,7 +238,7 @@ class Node:
         writing = [
             node_request.request
             for node_request in self.logic.node_requests
-            if node_request.stage is RequestState.RUNNING
+            if node_request.state is RequestState.RUNNING
         ]
         self.sampled = self.kv.step(self.works, writing)
         self.check()
@@ -414,21 +412,21 @@ class Node:
                 self.num_beats += 1
             case Receive(node_request=node_request, num_blocks=num_blocks):
                 self._open(node_request, num_blocks)
-            case Send(node_request=node_request, block_ids=block_ids):
-                assert node_request.request.epoch not in self.sending, "it is being sent already"
-                self.sending[node_request.request.epoch] = Outgoing(node_request.descriptor, list(block_ids))
-            case SendMore(node_request=node_request, block_ids=block_ids):
-                sending = self.sending[node_request.request.epoch]
+            case Send(epoch=epoch, descriptor=descriptor, block_ids=block_ids):
+                assert epoch not in self.sending, "it is being sent already"
+                self.sending[epoch] = Outgoing(descriptor, list(block_ids))
+            case SendMore(epoch=epoch, block_ids=block_ids):
+                sending = self.sending[epoch]
                 assert not sending.is_finished
                 assert block_ids[: len(sending.block_ids)] == sending.block_ids
                 sending.block_ids = list(block_ids)
-            case FinishSend(node_request=node_request, block_ids=block_ids, tail=tail):
-                sending = self.sending[node_request.request.epoch]
+            case FinishSend(epoch=epoch, block_ids=block_ids, tail=tail):
+                sending = self.sending[epoch]
                 assert not sending.is_finished
                 assert block_ids[: len(sending.block_ids)] == sending.block_ids
                 sending.block_ids, sending.is_finished, sending.tail = list(block_ids), True, tail
-            case FetchPrefix() | SendPrefix():
-                self._do_prefix_fetch(decision)
+            case FetchPrefix(offer=offer):
+                self._open_to_lender(offer.epoch, decision)
             case CancelTransfer(epoch=epoch):
                 self.cancelled.append(epoch)
             case Spill() | Load() | CancelLoad():
@@ -450,12 +448,6 @@ class Node:
         self.kv.spoil(block_ids, range(num_cached * BLOCK_SIZE, num_blocks * BLOCK_SIZE))  # it may begin to arrive
         if self.grants_at_once:
             self.logic.granted(epoch, descriptor)
-
-    def _do_prefix_fetch(self, decision):
-        if isinstance(decision, SendPrefix):
-            self.prefix_sends[decision.epoch] = decision
-        else:
-            self._open_to_lender(decision.offer.epoch, decision)
 
     def _open_to_lender(self, epoch, fetch_prefix):
         self.prefix_fetch_begun[epoch] = fetch_prefix
@@ -535,7 +527,6 @@ class Node:
         assert not self.opened
         assert not self.sending
         assert not self.prefix_fetch_begun
-        assert not self.prefix_sends
         assert self.num_free == self.allocator.num_blocks
         assert self.logic.wake_at_s is None
         load = self.load

@@ -118,7 +118,7 @@ class LongNode:
         """All of it that was computed before lies where it was."""
         token_ids = work.request.token_ids
         node_request = self.logic.node_requests.of(work.request)
-        num_away, whose = node_request.num_remote_blocks, work.request.request_id if node_request.hosts else ""
+        num_away, whose = node_request.num_remote_blocks, work.request.request_id if node_request.distributed else ""
         away = [(remote_kv.host, block) for remote_kv in work.request.remote_kvs for block in remote_kv.block_ids]
         table = away[:num_away] + [(self, block) for block in work.block_ids[num_away:]]
         for at in range(work.start + work.num_tokens):

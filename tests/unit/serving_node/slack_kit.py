@@ -106,7 +106,7 @@ class Clocked:
         works = self.logic.plan(self.now)
         assert works, "the node stands still"
         node_requests = {each.request.request_id: each for each in self.logic.node_requests}
-        answers = [work for work in works if node_requests[work.request.request_id].stage is RequestState.RUNNING]
+        answers = [work for work in works if node_requests[work.request.request_id].state is RequestState.RUNNING]
         bare, whole = (StepLoad(len(answers), sum(work.start for work in answers)) for _ in range(2))
         for work in works[len(answers) :]:
             whole.add_chunk(work.start, work.num_tokens)

@@ -22,10 +22,10 @@ class Pool(House):
         self.cap = Cap(self.node_requests, self.leases, reading, writing)
         if has_answer:
             self.add("answer", 1, RequestState.RUNNING, 1)
-        self.waiting = self.add("waiting", age, RequestState.WAITING, num_waiting_blocks * BLOCK, hands_over=True)
+        self.waiting = self.add("waiting", age, RequestState.WAITING, num_waiting_blocks * BLOCK, only_prefills=True)
 
     def hold(self, num_blocks, age=3, stage=RequestState.PREFILLING, **facts):
-        return self.add(f"{age}", age, stage, num_blocks * BLOCK, hands_over=True, **facts)
+        return self.add(f"{age}", age, stage, num_blocks * BLOCK, only_prefills=True, **facts)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_what_is_answered_here_is_not_held_back():
     pool = Pool()
     pool.hold(5)
     own = pool.add("own", 9, RequestState.WAITING, 16)
-    kept = pool.add("kept", 9, RequestState.WAITING, 16, hands_over=True, is_kept=True)
+    kept = pool.add("kept", 9, RequestState.WAITING, 16, only_prefills=True, is_kept=True)
     assert not pool.cap.holds_back(own)
     assert not pool.cap.holds_back(kept)
 
@@ -76,7 +76,7 @@ def test_room_is_made_by_the_youngest_and_no_more_than_is_needed(nums_held, nums
     read = [pool.hold(num, age, RequestState.PREFILLED) for age, num in enumerate(nums_held, 3)]
     pool.cap.make_room(pool.waiting)
     assert tuple(len(each.lease.block_ids) if each.lease else 0 for each in read) == nums_left
-    assert [each.stage for each in read if each.lease is None] == [RequestState.WAITING] * nums_left.count(0)
+    assert [each.state for each in read if each.lease is None] == [RequestState.WAITING] * nums_left.count(0)
 
 
 class SharingPool(Pool):
@@ -91,7 +91,7 @@ class SharingPool(Pool):
         return [*range(4 * BLOCK), *[100 + age] * BLOCK]
 
     def hold_alike(self, age, stage=RequestState.PREFILLING, **facts):
-        each = self.add(f"{age}", age, stage, 5 * BLOCK, hands_over=True, holds=False, salt="common", **facts)
+        each = self.add(f"{age}", age, stage, 5 * BLOCK, only_prefills=True, holds=False, salt="common", **facts)
         each.request.token_ids = self.tokens(age)
         assert self.leases.take(each, 5 * BLOCK, num_cacheable=4 * BLOCK, num_spare=0)
         each.num_computed = 5 * BLOCK

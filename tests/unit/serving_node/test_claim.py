@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving_core.node.requests import RequestState
+from serving_core.node.requests import Outgoing, RequestState
 from serving_node.claims import HOLD_S, LAPSE_S, Claim, Hosting
 from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 
@@ -45,8 +45,8 @@ def test_nobody_gives_way_where_that_would_not_be_enough():
     node.wait()
     assert node.victims() == []
     assert node.claim.num_kept_from(9) == 0
-    node.node_requests.remove(node.node_requests.in_stage(RequestState.RUNNING).__next__())
-    younger.is_sending = True  # it cannot
+    node.node_requests.remove(node.node_requests.in_state(RequestState.RUNNING).__next__())
+    younger.outgoing = Outgoing(is_sending=True)  # it cannot
     assert node.victims() == []
 
 

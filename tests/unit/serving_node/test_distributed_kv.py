@@ -14,7 +14,7 @@ from protos import convert, fleet_pb2
 from serving_core.errors import SettingsError
 from serving_core.net.tls import TlsSettings
 from serving_core.node.blocks import BlockAllocator
-from serving_core.node.requests import Host, RequestState
+from serving_core.node.requests import Distributed, Host, RequestState
 from serving_core.settings import EngineSettings
 from serving_node.claims import HOLD_S, LAPSE_S, MOST_STEP_S, Hosting
 from serving_node.decisions import OpenRemoteKV
@@ -54,7 +54,7 @@ def test_it_holds_still_while_tiles_leave_and_others_go_on():
     short = node.ask("short", 2, 2, max_tokens=20)
     while node.opening is None:
         node.compute()
-    assert long.is_distributed
+    assert long.is_moving
     num_long, num_short = len(long.request.token_ids), len(short.request.token_ids)
     assert node.compute() == 1
     assert [len(each.request.token_ids) for each in (long, short)] == [num_long, num_short + 1]
@@ -98,7 +98,7 @@ def test_a_long_one_that_is_older_gets_room_from_those_that_are_read(is_kept):
     younger = [node.read_for_another(name, age, tokens) for name, age, tokens in (("a", 2, 18), ("b", 3, 5))]
     while node.compute():
         pass
-    assert [each.stage for each in younger] == [RequestState.PREFILLED] * 2
+    assert [each.state for each in younger] == [RequestState.PREFILLED] * 2
     long = node.long(46, max_tokens=2)
     node.compute()
     for each in younger * is_kept:
@@ -118,7 +118,7 @@ def test_its_longest_step_is_told_to_hosts():
     node.ask("beside", 0, 2, max_tokens=50)
     for step_s in (0.3, 5.5, 0.2):
         node.compute(step_s=step_s)
-    assert long.longest_step_s == 5.5
+    assert long.distributed.longest_step_s == 5.5
 
 
 def test_hosts_without_room_are_asked_again_and_then_it_fails():
@@ -164,7 +164,7 @@ def test_nobody_gives_way_to_a_younger_one_nor_in_vain(age, num_hosted):
     assert not node.host(1, age=0)  # it may get room yet
     node.put(0)
     assert bool(node.host(1, age)) == bool(num_hosted)
-    assert (long.stage is RequestState.WAITING) == bool(num_hosted)
+    assert (long.state is RequestState.WAITING) == bool(num_hosted)
     node.logic.hosting.release(2)
     assert len(node.host(9, age=2)) == 6 * num_hosted  # three quarters, or nothing
 
@@ -176,7 +176,7 @@ def test_a_lost_remote_kv_fails_the_attempt_and_its_token_is_not_told():
         if node.opening is not None:
             node.put(1)
         node.compute()
-    assert long.stage is RequestState.RUNNING
+    assert long.state is RequestState.RUNNING
     num_tokens, node.told = len(long.request.token_ids), []
     long.request.remote_kv_error = "it is gone"
     node.compute()
@@ -247,7 +247,7 @@ def test_nobody_waits_for_one_that_does_not_ask_any_more(step_s, waits_s):
     large = node.ask("large", 99, 17, max_tokens=1)  # it would leave less than a tile
     while node.compute():
         assert node.now < ends_s
-    assert large.stage is RequestState.WAITING
+    assert large.state is RequestState.WAITING
     assert node.logic.wake_at_s == pytest.approx(ends_s)
     node.tick(ends_s)
     assert node.logic.wake_at_s is None
@@ -271,9 +271,9 @@ def test_what_another_node_reads_gets_no_credit_before_an_older_one_that_waits()
     younger, older = node.await_prompt("younger", 50, num_tokens=17), node.await_prompt("older", 0)
     while node.compute():
         pass
-    assert [older.stage, younger.stage] == [RequestState.RECEIVING_KV, RequestState.WAITING_FOR_BLOCKS]
+    assert [older.state, younger.state] == [RequestState.RECEIVING_KV, RequestState.WAITING_FOR_BLOCKS]
     node.tick(node.now + LAPSE_S)
-    assert younger.stage is RequestState.RECEIVING_KV
+    assert younger.state is RequestState.RECEIVING_KV
 
 
 def test_nobody_gives_way_to_what_may_not_start():
@@ -288,7 +288,7 @@ def test_nobody_gives_way_to_what_may_not_start():
     while node.compute():
         pass
     assert filling not in node.logic.node_requests
-    assert [waiting.stage, read.stage] == [RequestState.WAITING, RequestState.PREFILLED]
+    assert [waiting.state, read.state] == [RequestState.WAITING, RequestState.PREFILLED]
     assert len(node.host(1, age=1)) == 4
 
 
@@ -302,7 +302,7 @@ def test_a_long_answer_gives_way_to_an_older_one_that_has_waited():
         node.tick(node.now + 0.5)
         node.compute(node.ask_for(1))
     assert node.now >= HOLD_S
-    assert younger.stage is RequestState.WAITING
+    assert younger.state is RequestState.WAITING
     node.logic.hosted(node.num_asked)
     node.tick(node.now + LAPSE_S)
     while younger in node.logic.node_requests:
@@ -346,7 +346,7 @@ def test_a_younger_one_that_is_longer_than_this_pool_leaves_room_too():
         is_due = younger.num_remote_blocks and node.now >= asked_s + RETRY_S
         asked_s = node.now if is_due else asked_s
         node.compute(*[node.ask_for(1)] * bool(is_due))
-    assert younger.stage is RequestState.RUNNING
+    assert younger.state is RequestState.RUNNING
 
 
 @pytest.mark.parametrize(("most", "given"), [(1, 1), (3, 3), (9, 3)])
@@ -411,14 +411,14 @@ async def until(condition):
 
 async def test_a_host_that_cannot_even_be_asked_has_no_room(tiny_model):
     async with remote_kv_ends(tiny_model) as (ends, told):
-        asker = SimpleNamespace(age=0, longest_step_s=0.0, hosts=(Host("127.0.0.1:99999", bytes(32)),))
+        asker = SimpleNamespace(age=0, distributed=Distributed((Host("127.0.0.1:99999", bytes(32)),)))
         ends.carry_out(OpenRemoteKV(asker, list(range(64)), is_again=False))
         await until(lambda: told == [None])
 
 
 async def test_a_host_is_told_what_is_to_be_known_of_whoever_asks(tiny_model):
     async with remote_kv_ends(tiny_model) as (ends, told):
-        asker = SimpleNamespace(age=7, longest_step_s=5.5, hosts=(Host(ends.address, ends.key),))
+        asker = SimpleNamespace(age=7, distributed=Distributed((Host(ends.address, ends.key),), longest_step_s=5.5))
         ends.carry_out(OpenRemoteKV(asker, list(range(2 * TILE_KEYS // BLOCK_SIZE)), is_again=True))
         await until(lambda: len(told) == 2)
         assert told == [(2, Asker(7, True, 5.5)), None]

@@ -58,7 +58,7 @@ class Load(Fellows):
         name = event.attempt.request_id
         node_request, facts = self.live.pop(name)
         num_needed = -(-(len(node_request.request.token_ids) + 1) // LAYOUT.block_size)
-        if not node_request.hosts and num_needed <= 8 - self.num_held_before(node, node_request.age):
+        if not node_request.distributed and num_needed <= 8 - self.num_held_before(node, node_request.age):
             self.unfair.append(name)
         self.waiting.append((node.now + ASK_AGAIN_S, name, facts, node_request.request.num_output_tokens))
 
@@ -168,7 +168,7 @@ def test_whose_tiles_are_recalled_begins_again_and_has_the_whole_answer():
     recalled, kept = long.request.remote_kvs
     recalled.is_recalled = True
     node.compute()
-    assert long.stage is RequestState.WAITING
+    assert long.state is RequestState.WAITING
     assert node.closed == [recalled, kept]
     assert len(long.request.token_ids) == num_tokens  # what that step gave means nothing
     node.run()
@@ -209,7 +209,7 @@ def test_nobody_gives_way_to_one_whose_tiles_may_not_come():
         assert not node.host(3, age=6, is_again=True)
         node.tick(node.now + RETRY_S)
     node.compute()
-    assert younger.stage is RequestState.RUNNING
+    assert younger.state is RequestState.RUNNING
 
 
 def test_nobody_waits_for_one_that_older_ones_leave_no_place():

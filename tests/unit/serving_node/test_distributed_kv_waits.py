@@ -83,7 +83,7 @@ def test_an_older_long_answer_takes_a_block_of_a_younger_one_where_hosts_have_no
         node.compute()
         node.refuse()
     assert long.request.num_output_tokens == num_before + 3
-    assert younger.stage is RequestState.WAITING
+    assert younger.state is RequestState.WAITING
 
 
 def test_hosts_are_asked_again_as_soon_as_a_step_is_done_that_was_running():
@@ -137,14 +137,14 @@ def test_blocks_that_come_free_are_not_granted_to_what_is_younger_than_a_prompt_
     while older in node.logic.node_requests:
         node.go_on()
     node.go_on()
-    assert younger.stage is RequestState.WAITING_FOR_BLOCKS
+    assert younger.state is RequestState.WAITING_FOR_BLOCKS
     assert len(long.lease.block_ids) == 8
     while long in node.logic.node_requests:
         node.tick(node.now + RETRY_S)
         if node.opening is not None:
             node.put(1)
         node.compute()
-    assert younger.stage is RequestState.RECEIVING_KV
+    assert younger.state is RequestState.RECEIVING_KV
 
 
 @pytest.mark.parametrize("step_s", [0.1, 6.0])
@@ -154,7 +154,7 @@ def test_what_has_only_its_hosts_to_go_on_with_is_turned_away_once_they_have_had
     node = Refused()
     node.host(9, age=0)
     long = node.fill(20, max_tokens=2)
-    long.longest_step_s, asked_s = step_s, node.now
+    long.distributed.longest_step_s, asked_s = step_s, node.now
     while long in node.logic.node_requests:
         assert node.now < PATIENCE_S / 2
         node.go_on()
@@ -176,7 +176,7 @@ def test_a_grant_of_which_nothing_has_come_gives_way_at_once(has_begun, waits_s)
     node = Host()
     node.allocator.allocate(1)
     granted = [node.await_prompt(str(age), age, num_tokens=11) for age in (5, 6)]
-    assert [each.stage for each in granted] == [RequestState.RECEIVING_KV] * 2
+    assert [each.state for each in granted] == [RequestState.RECEIVING_KV] * 2
     for each in granted * has_begun:
         node.logic.coming(each.request.epoch)
     assert not node.asked()
@@ -189,7 +189,7 @@ def test_a_grant_of_which_nothing_has_come_gives_way_at_once(has_begun, waits_s)
     node.logic.received(granted[1].request.epoch, TransferFailed("TRANSFER_FAILED", "revoked"), node.now)
     node.take()
     assert len(node.asked()) == 4
-    assert granted[1].stage is RequestState.WAITING_FOR_BLOCKS
+    assert granted[1].state is RequestState.WAITING_FOR_BLOCKS
 
 
 def test_for_each_further_tile_nobody_waits_so_long_again():
@@ -207,7 +207,7 @@ def test_for_each_further_tile_nobody_waits_so_long_again():
             node.compute()
     assert given_s[0] >= HOLD_S
     assert given_s[1] < given_s[0] + HOLD_S
-    assert younger[0].stage is RequestState.WAITING
+    assert younger[0].state is RequestState.WAITING
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -250,7 +250,7 @@ def test_it_can_move_whole_after_that():
     node.keep(request)
     node.migrate(request)
     assert len(node.sending[request.epoch].block_ids) == 2
-    assert [each.stage for each in node.logic.node_requests] == [RequestState.RUNNING]
+    assert [each.state for each in node.logic.node_requests] == [RequestState.RUNNING]
     node.caught_up(request)
     node.sent(request)
     node.cancel(request)

@@ -133,7 +133,7 @@ def test_the_order_of_credit():
         "read too": (32, {"has_first_token": True}),
     }
     for name, (age, facts) in told.items():
-        house.add(name, age, RequestState.WAITING_FOR_BLOCKS, 4, source_tp=1, **facts)
+        house.add(name, age, RequestState.WAITING_FOR_BLOCKS, 4, **facts)
     names = [each.request.request_id for each in sorted(house.node_requests, key=credit_order)]
     expected = [
         "read",

@@ -11,7 +11,7 @@ ANSWER = answer_of(prompt_of(13), 6)
 
 
 def stage(node, name="a"):
-    return next(each.stage for each in node.logic.node_requests if each.request.request_id == name)
+    return next(each.state for each in node.logic.node_requests if each.request.request_id == name)
 
 
 def check_answered(node):

@@ -26,7 +26,7 @@ def node_request(node, name="a"):
 
 
 def stage(node, name="a"):
-    return node_request(node, name).stage
+    return node_request(node, name).state
 
 
 def tail_of(node, request):

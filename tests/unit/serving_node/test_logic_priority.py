@@ -62,7 +62,7 @@ def test_how_long_the_least_important_waits_for_others_without_end(kind, num_blo
             ask(f"important {next(numbers)}", BUDGET, priority=-1, max_tokens=3)
         shares = node.step()
         num_others += sum(tokens for name, start, tokens in shares if name != "least" and start < BUDGET)
-        for request in [each.request for each in node.logic.node_requests if each.stage is RequestState.PREFILLED]:
+        for request in [each.request for each in node.logic.node_requests if each.state is RequestState.PREFILLED]:
             node.deliver(request)
             node.sent(request)
         assert num_others <= PROMPT / FLOOR + 2 * BUDGET + num_in_pool(num_blocks)

@@ -250,7 +250,7 @@ def test_steps_are_planned_ahead_while_prompts_only_wait_for_what_another_one_br
     node.writes("answer", 5, max_tokens=20, age=1)
     for number in (2, 3):
         reserve(node, number)
-    assert [each.stage for each in node.logic.node_requests][1:] == [
+    assert [each.state for each in node.logic.node_requests][1:] == [
         RequestState.RECEIVING_KV,
         RequestState.WAITING_FOR_BLOCKS,
     ]

@@ -329,4 +329,4 @@ def test_the_ranks_that_send_are_known_when_the_descriptor_is_drawn(tp_size):
     node = Node()
     request = node.reserve("a", 8, tp_size=tp_size)
     (node_request,) = [each for each in node.logic.node_requests if each.request.epoch == request.epoch]
-    assert node_request.source_tp == max(1, tp_size)
+    assert node_request.incoming.source_tp == max(1, tp_size)

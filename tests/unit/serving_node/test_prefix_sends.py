@@ -43,12 +43,12 @@ def asked_to_lend(node, reader, prompt=NEXT, epoch=EPOCH):
     attempt = fleet_pb2.Attempt(request_id="next", epoch=epoch)
     descriptor = reader.event("next", "prefix_fetch_begun").descriptor
     node.handle(send_prefix=fleet_pb2.SendPrefix(attempt=attempt, descriptor=descriptor, token_ids=prompt))
-    return node.prefix_sends.get(epoch)
+    return node.sending.get(epoch)
 
 
 def send(node, reader):
     """The lent blocks arrive, as they are in the source's pool now. What the borrower is to hear of it."""
-    send_prefix, fetch_prefix = node.prefix_sends.pop(EPOCH), reader.prefix_fetch_begun.pop(EPOCH)
+    send_prefix, fetch_prefix = node.sending.pop(EPOCH), reader.prefix_fetch_begun.pop(EPOCH)
     new = slice(fetch_prefix.num_cached, len(send_prefix.block_ids))
     reader.kv.copy_from(node.kv, send_prefix.block_ids[new], fetch_prefix.block_ids[new])
     return Received(send_prefix.tail, len(send_prefix.block_ids[new]) * BLOCK_BYTES)
@@ -270,7 +270,7 @@ def test_what_lies_in_the_second_tier_is_lent_too():
     assert asked_to_lend(node, reader) is None  # told again
     (load_id,) = node.loads
     node.load_ends(load_id)
-    assert len(node.prefix_sends[EPOCH].block_ids) == 6
+    assert len(node.sending[EPOCH].block_ids) == 6
     carry(node, reader)
     assert read_out(reader) == [("next", 24, len(NEXT) - 24)]
     assert node.load.tier.num_hits == 6
@@ -286,7 +286,7 @@ def test_of_damaged_blocks_those_before_them_are_lent(num_good):
     (load_id,) = node.loads
     node.load_ends(load_id, num_good)
     if num_good:
-        assert len(node.prefix_sends[EPOCH].block_ids) == num_good
+        assert len(node.sending[EPOCH].block_ids) == num_good
         carry(node, reader)
         assert read_out(reader) == [("next", num_good * BLOCK_SIZE, len(NEXT) - num_good * BLOCK_SIZE)]
     else:
@@ -362,7 +362,7 @@ def test_a_coordinator_that_is_gone_ends_what_is_read_back_for_others():
     node.detached()
     (load_id,) = node.loads
     node.load_ends(load_id)
-    assert node.prefix_sends == {}
+    assert node.sending == {}
     node.check_empty()
 
 
@@ -384,7 +384,7 @@ def test_nothing_wrong_is_lent(seed):
         asked_to_lend(node, reader, text)
         for load_id, load in list(node.loads.items()):
             node.load_ends(load_id, rng.choice([None, None, rng.randint(0, len(load.slots))]))
-        if EPOCH in node.prefix_sends:
+        if EPOCH in node.sending:
             carry(node, reader)
             num_fetched += reader.event("next", "prefix_fetch_ended").num_blocks
             reader.steps()
@@ -402,7 +402,7 @@ def test_a_coordinator_that_is_gone_ends_prefix_fetches():
     node.detached()
     assert reader.cancelled == node.cancelled == [EPOCH]
     fails(reader)
-    del node.prefix_sends[EPOCH]
+    del node.sending[EPOCH]
     node.logic.sent(EPOCH, TransferFailed("TRANSFER_FAILED", "cancelled"), node.now)
     node.settle()
     node.check_empty()
@@ -416,7 +416,7 @@ def test_a_descriptor_that_is_not_the_prefix_fetches_lends_nothing(descriptor):
     node = source()
     attempt = fleet_pb2.Attempt(request_id="next", epoch=EPOCH)
     node.handle(send_prefix=fleet_pb2.SendPrefix(attempt=attempt, descriptor=descriptor, token_ids=NEXT))
-    assert not node.prefix_sends
+    assert not node.sending
     assert node.event("next", "failed").attempt == attempt
     node.check_empty()
 
@@ -428,7 +428,7 @@ def test_other_salts_and_adapters_find_nothing():
     descriptor = reader.event("next", "prefix_fetch_begun").descriptor
     for other in ({"cache_salt": "b"}, {"adapter": "one"}):
         node.handle(send_prefix=fleet_pb2.SendPrefix(attempt=attempt, descriptor=descriptor, token_ids=NEXT, **other))
-    assert not node.prefix_sends
+    assert not node.sending
 
 
 def test_runs_of_makers_that_a_tail_cannot_tell_are_not_lent(monkeypatch):
@@ -436,6 +436,6 @@ def test_runs_of_makers_that_a_tail_cannot_tell_are_not_lent(monkeypatch):
     node, reader = source(is_history_free=False), Node(origin=ORIGINS[1])
     asked_to_borrow(reader)
     assert len(asked_to_lend(node, reader).block_ids) == 4  # of chunks; the steps' have another maker
-    assert len(convert.from_tail(node.prefix_sends[EPOCH].tail)[1]) == 1
+    assert len(convert.from_tail(node.sending[EPOCH].tail)[1]) == 1
     carry(node, reader)
     assert read_out(reader)[0][1] == 16

@@ -6,7 +6,7 @@ from decode_node.batch import Writing
 from decode_node.credit import Credit
 from prefill_node.reading import Reading
 from serving_core.node.costs import StepCosts
-from serving_core.node.requests import Host, RequestState
+from serving_core.node.requests import Host, RequestEvent, RequestState
 from serving_core.slo import Due
 from serving_node.claims import Claim, Hosting
 from serving_node.room import Room
@@ -49,13 +49,13 @@ def test_blocks_that_are_awaited_and_one_for_each_answer():
     node.fill_slots()
     node.add("granted", 3, RequestState.RECEIVING_KV, 5)
     node.add("read", 4, RequestState.PREFILLING, 5)
-    node.add("outgoing", 5, RequestState.PREFILLING, 5, hands_over=True)
+    node.add("outgoing", 5, RequestState.PREFILLING, 5, only_prefills=True)
     assert node.room.num_awaited() == node.room.num_running() == 4
     node.add("queued", 6, RequestState.WAITING, 8)  # 9 tokens
     assert node.room.num_awaited() == 4 + 3
     node.add("awaiting", 7, RequestState.WAITING_FOR_BLOCKS, 8, num_ahead=5)  # 13
     assert node.room.num_awaited() == 4 + 3 + 4
-    node.add("queued for another", 8, RequestState.WAITING, 8, hands_over=True)  # 8
+    node.add("queued for another", 8, RequestState.WAITING, 8, only_prefills=True)  # 8
     assert node.room.num_awaited() == 4 + 3 + 4 + 2
     node.add("stopped", 9, RequestState.FROZEN, 1)
     assert node.room.num_running() == 5
@@ -67,8 +67,8 @@ def test_blocks_that_are_awaited_and_one_for_each_answer():
         (True, None, False),
         (True, {}, True),
         (False, {}, False),
-        (False, {"hands_over": True}, True),
-        (False, {"hands_over": True, "is_kept": True}, True),  # it needs none before it is read
+        (False, {"only_prefills": True}, True),
+        (False, {"only_prefills": True, "is_kept": True}, True),  # it needs none before it is read
     ],
 )
 def test_whether_any_prompt_might_start(has_slot, facts, may_start):
@@ -86,15 +86,15 @@ def test_a_prompt_of_many_that_needs_no_slot_might_start():
     node.fill_slots()
     node.add("own", 8, RequestState.WAITING, 5)
     assert not node.room.may_start_any
-    node.add("outgoing", 9, RequestState.WAITING, 5, hands_over=True)
+    node.add("outgoing", 9, RequestState.WAITING, 5, only_prefills=True)
     assert node.room.may_start_any
 
 
-@pytest.mark.parametrize("hands_over", [False, True])
-def test_a_prompt_whose_blocks_come_from_elsewhere_waits_for_them(hands_over):
+@pytest.mark.parametrize("only_prefills", [False, True])
+def test_a_prompt_whose_blocks_come_from_elsewhere_waits_for_them(only_prefills):
     node = Node(num_slots=3)
     node.fill_slots()
-    queued, asked = node.add("queued", 9, RequestState.WAITING, 5, hands_over=hands_over), []
+    queued, asked = node.add("queued", 9, RequestState.WAITING, 5, only_prefills=only_prefills), []
     gate = node.room.gate(lambda *given: asked.append(given) or True)
     assert not gate(queued)
     assert asked == [(queued, 2)]  # a block for each answer is to be left
@@ -106,9 +106,9 @@ def test_no_more_are_to_be_answered_than_can_be_in_time(num_answers, may_start):
     node = Node(num_slots=8, costs=ExactCosts((0.010, 0.002, 0.0, 0.0, 0.0, 0.0)))
     for age in range(num_answers):
         node.add(f"answer-{age}", age, RequestState.RUNNING, 1, due=Due(tpot_s=0.0125))
-    node.add("answered elsewhere", 7, RequestState.PREFILLING, 5, hands_over=True, due=Due(tpot_s=0.012))
+    node.add("answered elsewhere", 7, RequestState.PREFILLING, 5, only_prefills=True, due=Due(tpot_s=0.012))
     own = node.add("own", 8, RequestState.WAITING, 5)
-    outgoing = node.add("outgoing", 9, RequestState.WAITING, 5, hands_over=True)
+    outgoing = node.add("outgoing", 9, RequestState.WAITING, 5, only_prefills=True)
     assert node.may_start(own, outgoing) == [may_start, True]
 
 
@@ -118,22 +118,22 @@ def test_a_prompt_waits_for_an_older_one_that_lacks_blocks_alone(num_slots, age,
     node = Node(num_slots=num_slots)
     node.fill_slots()
     node.add("granted", 8, RequestState.RECEIVING_KV, 1, is_receiving=True)
-    node.add("awaiting", age, RequestState.WAITING_FOR_BLOCKS, 60, source_tp=1)
-    queued = node.add("queued", 5, RequestState.WAITING, 5, hands_over=True)
+    node.add("awaiting", age, RequestState.WAITING_FOR_BLOCKS, 60)
+    queued = node.add("queued", 5, RequestState.WAITING, 5, only_prefills=True)
     assert node.granted() == []
     assert node.may_start(queued) == [may_start]
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "facts", "is_granted"),
-    [(39, {}, True), (40, {}, False), (60, {"ending": {}}, True), (40, {"hands_over": True}, True)],
+    [(39, {}, True), (40, {}, False), (60, {"ending": {}}, True), (40, {"only_prefills": True}, True)],
 )
 def test_credit_leaves_what_an_older_prompt_is_to_begin_with(num_tokens, facts, is_granted):
     """Ten of 15 blocks that are free, beside four that are granted and one for the answer that is written."""
     node = Node(num_slots=4)
     node.add("answer", 1, RequestState.RUNNING, 1)
     node.add("older", 3, RequestState.WAITING, num_tokens, **facts)
-    node.add("awaiting", 5, RequestState.WAITING_FOR_BLOCKS, 13, source_tp=1)
+    node.add("awaiting", 5, RequestState.WAITING_FOR_BLOCKS, 13)
     assert node.granted() == ["awaiting"] * is_granted
 
 
@@ -142,8 +142,8 @@ def test_credit_leaves_what_those_need_that_share_what_others_bring(num_tokens, 
     """Of eleven blocks that are free five, one that they grow into, and one for the answer that is coming."""
     node = Node(num_slots=4)
     node.add("ahead", 3, RequestState.RECEIVING_KV, 20, salt="same", is_receiving=True)
-    node.add("behind", 4, RequestState.WAITING_FOR_BLOCKS, 20, salt="same", source_tp=1)
-    node.add("awaiting", 5, RequestState.WAITING_FOR_BLOCKS, num_tokens, source_tp=1)
+    node.add("behind", 4, RequestState.WAITING_FOR_BLOCKS, 20, salt="same")
+    node.add("awaiting", 5, RequestState.WAITING_FOR_BLOCKS, num_tokens)
     assert node.granted() == ["awaiting"] * is_granted
 
 
@@ -151,7 +151,7 @@ def test_credit_leaves_what_those_need_that_share_what_others_bring(num_tokens, 
 def test_a_prompt_that_starts_leaves_it_too_unless_it_is_older(age, num_tokens, starts):
     node = Node(num_slots=4)
     node.add("ahead", 3, RequestState.RECEIVING_KV, 20, salt="same", is_receiving=True)
-    node.add("behind", 4, RequestState.WAITING_FOR_BLOCKS, 20, salt="same", source_tp=1)
+    node.add("behind", 4, RequestState.WAITING_FOR_BLOCKS, 20, salt="same")
     assert node.granted() == []
     assert node.room.start(node.add("queued", age, RequestState.WAITING, num_tokens)) == starts
 
@@ -161,7 +161,7 @@ def test_a_grant_is_taken_back_for_one_that_is_ready_while_nothing_has_come(fact
     """Nor from one whose sender gave it up, which is cancelled in a moment."""
     node = Node()
     granted = node.add("granted", 3, RequestState.RECEIVING_KV, 8, **facts)
-    node.add("ready", 5, RequestState.WAITING_FOR_BLOCKS, 60, source_tp=1, has_first_token=True)
+    node.add("ready", 5, RequestState.WAITING_FOR_BLOCKS, 60, has_first_token=True)
     assert node.granted() == []
     assert node.revoked == [granted] * (facts == {"is_receiving": True})
 
@@ -172,7 +172,7 @@ def test_nobody_gives_way_to_what_is_younger_than_a_claim(age, makes_way):
     node = Node()
     node.claim.put(4, now=0.0, step_s=0.0)
     node.add("waiting", age, RequestState.WAITING, 60)
-    node.add("read", 9, RequestState.PREFILLED, 40, hands_over=True)
+    node.add("read", 9, RequestState.PREFILLED, 40, only_prefills=True)
     assert node.room.make_way() == makes_way
 
 
@@ -185,7 +185,7 @@ def test_what_is_younger_than_a_claim_leaves_a_tile(num_tokens, age, may_start):
     queued = node.add("queued", age, RequestState.WAITING, num_tokens)  # and the first token of its answer
     assert node.may_start(queued) == [may_start]
     node.node_requests.remove(queued)
-    node.add("awaiting", age, RequestState.WAITING_FOR_BLOCKS, num_tokens, source_tp=1)
+    node.add("awaiting", age, RequestState.WAITING_FOR_BLOCKS, num_tokens)
     assert node.granted() == ["awaiting"] * may_start
 
 
@@ -195,7 +195,7 @@ def test_a_prompt_with_hosts_that_lacks_blocks_comes_before_younger_grants(age, 
     node.add(
         "growing", age, RequestState.PREFILLING, 8, num_computed=8 if lacks else 7, hosts=HOSTS
     ).request.token_ids += [0] * 80
-    node.add("awaiting", 5, RequestState.WAITING_FOR_BLOCKS, 5, source_tp=1)
+    node.add("awaiting", 5, RequestState.WAITING_FOR_BLOCKS, 5)
     assert node.granted() == ["awaiting"] * is_granted
 
 
@@ -228,24 +228,24 @@ def test_a_younger_one_gives_its_blocks_to_an_older_one_that_has_none(stage):
     node = Node()
     younger = node.add("younger", 9, stage, 60)
     node.add("youngest", 12, RequestState.WAITING, 8)  # which has none
-    node.add("older", 3, RequestState.WAITING, 8, hands_over=True)
+    node.add("older", 3, RequestState.WAITING, 8, only_prefills=True)
     assert node.room.make_way()
-    assert (younger.stage, younger.lease) == (RequestState.WAITING, None)
+    assert (younger.state, younger.lease) == (RequestState.WAITING, None)
 
 
-@pytest.mark.parametrize("hands_over", [False, True])
-def test_what_starts_takes_blocks_from_what_is_read_where_it_is_for_another_node_too(hands_over):
+@pytest.mark.parametrize("only_prefills", [False, True])
+def test_what_starts_takes_blocks_from_what_is_read_where_it_is_for_another_node_too(only_prefills):
     """Six of 16 blocks are another node's, of which half may be; there are enough for both."""
     node = Node()
     node.add("answer", 1, RequestState.RUNNING, 1)
-    read = node.add("read", 9, RequestState.PREFILLED, 24, hands_over=True)
-    assert node.room.start(node.add("older", 3, RequestState.WAITING, 11, hands_over=hands_over))
-    assert (read.lease is None) == hands_over
+    read = node.add("read", 9, RequestState.PREFILLED, 24, only_prefills=True)
+    assert node.room.start(node.add("older", 3, RequestState.WAITING, 11, only_prefills=only_prefills))
+    assert (read.lease is None) == only_prefills
 
 
 def test_a_kept_prompt_that_is_about_to_leave_gets_no_slot():
     node = Node()
-    kept = node.add("kept", 3, RequestState.PREFILLED, 5, hands_over=True, is_kept=True, ending={})
+    kept = node.add("kept", 3, RequestState.PREFILLED, 5, only_prefills=True, is_kept=True, ending={})
     assert not node.room.slot()
     kept.ending = None
     assert node.room.slot()
@@ -253,9 +253,9 @@ def test_a_kept_prompt_that_is_about_to_leave_gets_no_slot():
 
 def test_a_read_prompt_that_is_kept_gets_a_slot_and_not_blocks_of_what_has_none():
     node = Node(num_slots=1)
-    node.add("kept", 3, RequestState.PREFILLED, 5, hands_over=True, is_kept=True)
+    node.add("kept", 3, RequestState.PREFILLED, 5, only_prefills=True, is_kept=True)
     granted = node.add("granted", 5, RequestState.RECEIVING_KV, 5, is_receiving=True)
-    read = node.add("read", 9, RequestState.PREFILLED, 5, hands_over=True)
+    read = node.add("read", 9, RequestState.PREFILLED, 5, only_prefills=True)
     assert not node.room.make_way()  # the running slot comes free later
     assert node.revoked == [granted]
     assert read.lease is not None
@@ -266,8 +266,8 @@ def test_a_read_prompt_that_is_kept_gets_a_slot_and_not_blocks_of_what_has_none(
     [
         (RequestState.RUNNING, {"is_sending": True}),
         (RequestState.RUNNING, {"ending": {}}),
-        (RequestState.RUNNING, {"is_distributed": True}),
-        (RequestState.RUNNING, {"is_loading": True}),
+        (RequestState.RUNNING, {"is_moving": True}),
+        (RequestState.WAITING, {"is_loading": True}),
         (RequestState.RECEIVING_KV, {"is_receiving": True, "is_revoked": True}),
         (RequestState.RECEIVING_KV, {}),
         (RequestState.FROZEN, {}),
@@ -289,7 +289,7 @@ def test_nobody_takes_what_others_gave_up_for_an_older_one(stage):
     node = Node(num_slots=4)
     older = node.add("older", 3, stage, 8, num_computed=8, hosts=HOSTS)
     older.request.token_ids += [0] * 30
-    read = node.add("read", 9, RequestState.PREFILLED, 40, hands_over=True)
+    read = node.add("read", 9, RequestState.PREFILLED, 40, only_prefills=True)
     assert node.room.make_way()
     assert read.lease is None
     younger = node.add("younger", 5, RequestState.WAITING, 1)
@@ -300,7 +300,7 @@ def test_nobody_takes_what_others_gave_up_for_an_older_one(stage):
         older.num_computed += 4  # what it lacks from now on nobody has given up for it
     else:
         assert node.room.start(older)
-        node.node_requests.enter(older, RequestState.PREFILLING)
+        node.node_requests.apply(older, RequestEvent.STARTED)
         older.num_computed = 0
     assert node.may_start(younger) == [True]
 
@@ -309,7 +309,7 @@ def test_what_was_recalled_for_an_answer_is_granted_to_no_younger_one():
     node = Node(num_slots=4, tile_blocks=1)
     node.hosting.lease(1, 11, age=9)
     older = node.add("older", 5, RequestState.RUNNING, 20, num_computed=20)
-    node.add("younger", 7, RequestState.WAITING_FOR_BLOCKS, 5, source_tp=1)
+    node.add("younger", 7, RequestState.WAITING_FOR_BLOCKS, 5)
     assert node.room.recall(older)
     assert node.recalled == [1]
     node.hosting.release(1)
@@ -326,7 +326,7 @@ def test_what_others_gave_up_for_an_older_one_is_for_no_tiles(facts):
     """Unless that is about to leave."""
     node = Node(num_slots=4)
     older = node.add("older", 3, RequestState.WAITING, 8)
-    node.add("read", 9, RequestState.PREFILLED, 60, hands_over=True)
+    node.add("read", 9, RequestState.PREFILLED, 60, only_prefills=True)
     assert node.room.make_way()
     older.ending = facts.get("ending")
     assert [node.room.may_host(age) for age in (2, 4)] == [True, bool(facts)]

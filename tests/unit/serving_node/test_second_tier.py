@@ -180,7 +180,7 @@ def test_a_prompt_that_cannot_start_yet_finds_once_that_reading_does_not_pay(mad
     ask(node, "a", prompt_of(20))
     ask(node, "b", prompt_of(20, first=1))
     node.local("c", prompt_of(20), salt="")
-    (tier,), (rates,), (node_request,) = made.tiers, made.rates, node.logic.node_requests.in_stage(RequestState.WAITING)
+    (tier,), (rates,), (node_request,) = made.tiers, made.rates, node.logic.node_requests.in_state(RequestState.WAITING)
     rates.add([0], 1.0)
     before_s = rates.expected_s([0])
     assert not tier.holds_up(node_request, 0, node.now)
