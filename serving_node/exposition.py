@@ -14,7 +14,7 @@ from kv_transfer.ends.sender import KVSender
 from protos import inference_pb2
 from serving_core.figures import Figure, Values, counter, gauge, histogram
 from serving_core.node.requests import NodeRequests, RequestState
-from serving_node.streak import StepCounts
+from serving_node.outputs import StepCounts
 
 
 class Observed(Protocol):

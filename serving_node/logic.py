@@ -7,7 +7,7 @@ of each running sequence, then chunks of prompts.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from decode_node.batch import Writing
+from decode_node.batch import Writing, next_step
 from decode_node.credit import Credit
 from decode_node.speculation import DraftModel, Speculation
 from kv_transfer.distributed_kv.wire import Asker
@@ -29,11 +29,10 @@ from serving_node.decisions import Beat, Decision, RecallRemoteKV
 from serving_node.distributed_kv import DistributedKV, Opened
 from serving_node.handovers import HandOvers
 from serving_node.migrations import Migrations
-from serving_node.outputs import Answers, CacheReport, Endings
+from serving_node.outputs import Answers, CacheReport, Endings, StepCounts
 from serving_node.peer_fetch import PrefixFetchesHere, PrefixSends
 from serving_node.room import Room
 from serving_node.second_tier import NO_TIER, SecondTier, TierPlan
-from serving_node.streak import StepCounts, Streaks, works_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +127,6 @@ class NodeLogic:
             limits.max_num_seqs,
         )
         self.steps = StepCounts()
-        self.streaks = Streaks(
-            node_requests, leases, eos_token_ids, self._room, self._reading, rates, self.steps, self._grant
-        )
         self.is_draining = False
         self._knows_limits = False  # whether any request had a deadline
         self._take(shape)
@@ -246,7 +242,6 @@ class NodeLogic:
 
     def detached(self) -> None:
         """End every request: the coordinator is gone and has given up all attempts on this node."""
-        self.streaks.disturb()
         for node_request in list(self._node_requests):
             self._tier.cancel(node_request)
             self._endings.end(node_request)
@@ -381,7 +376,7 @@ class NodeLogic:
 
         The list is empty if other requests might be part of that step. Its token ids are not known yet.
         """
-        return [] if self.speculation.may_extend(len(works)) else works_ahead(works, self._node_requests, self._leases)
+        return [] if self.speculation.may_extend(len(works)) else next_step(works, self._node_requests, self._leases)
 
     def ends_any(self, works: Sequence[Work], tokens: Sequence[SampledToken]) -> bool:
         """Return whether the tokens of a step, one for each of `works`, end any sequence.
@@ -621,7 +616,6 @@ class NodeLogic:
         self._grant()
 
     def _grant(self) -> None:
-        self.streaks.disturb()
         self._room.slot()
         for node_request in self._room.grant():
             self._hand_overs.receive(node_request)

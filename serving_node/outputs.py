@@ -1,4 +1,4 @@
-"""Report the tokens of each step, the end of each request, and the changes of the prefix cache. Pure.
+"""Report the tokens of each step, the end of each request, and the changes of the prefix cache; count steps. Pure.
 
 A request ends by success, failure, cancel or the loss of the coordinator. At that moment it may be in a running step or
 in a transfer: its blocks are freed when neither uses them any more, and only then is the end reported.
@@ -9,7 +9,9 @@ from typing import Any, Final
 
 from protos import convert, fleet_pb2
 from protos.convert import attempt_of
+from serving_core.figures import BATCH, Histogram
 from serving_core.node.blocks import BlockAllocator
+from serving_core.node.costs import StepLoad
 from serving_core.node.leases import Leases
 from serving_core.node.prefix import hint_of
 from serving_core.node.requests import NodeRequest, NodeRequests, RequestEvent, RequestState
@@ -215,3 +217,28 @@ class Answers:
             prefill_s=now - node_request.prefill_began_s,
             num_cached_tokens=self._leases.num_cached_tokens(node_request),
         )
+
+
+PHASES: Final = ("prefill", "decode", "mixed")
+
+
+class StepCounts:
+    """Count all steps that gave results."""
+
+    def __init__(self) -> None:
+        self.seconds = {phase: Histogram() for phase in PHASES}
+        self.tokens = Histogram(BATCH)  # prompt tokens and output tokens
+        self.answers = Histogram(BATCH)
+        self.num_prompt_tokens = 0
+        self.num_answer_tokens = 0
+
+    def add(self, load: StepLoad, step_s: float, num_more: int = 0) -> None:
+        """Count a finished step; `num_more` is the number of output tokens beyond one for each sequence."""
+        num_prompt_tokens, num_answers = load.num_prompt_tokens, load.num_answers
+        num_answer_tokens = num_answers + num_more
+        phase = "decode" if not num_prompt_tokens else "mixed" if num_answers else "prefill"
+        self.seconds[phase].observe(step_s)
+        self.tokens.observe(num_prompt_tokens + num_answer_tokens)
+        self.answers.observe(num_answers)
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_answer_tokens += num_answer_tokens

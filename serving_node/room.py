@@ -194,13 +194,6 @@ class Room:
         return may_start
 
     @property
-    def may_start_any(self) -> bool:
-        """Return whether a queued prompt might start if it had blocks."""
-        if not self._node_requests.count(RequestState.WAITING):
-            return False
-        return self._has_free_slot or not all(map(_needs_slot, self._node_requests.in_state(RequestState.WAITING)))
-
-    @property
     def _has_free_slot(self) -> bool:
         return self.num_running() < self.num_slots
 

@@ -52,6 +52,7 @@ from serving_node.drafting import draft_model_of
 from serving_node.grants import Grants
 from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
+from serving_node.outputs import StepCounts
 from serving_node.ranks.leading import Followers
 from serving_node.ranks.tiers import NodeTier
 from serving_node.ranks.transfers import NodeTransfers
@@ -60,7 +61,6 @@ from serving_node.reports import new_incarnation, node_info, rank_loads
 from serving_node.second_tier import NO_TIER, TierPlan
 from serving_node.settings import OFF, NodeSettings
 from serving_node.stepping import Stepping
-from serving_node.streak import StepCounts
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final
 
 from coordinator.control.admission import Admission, Holding, Pace
 from coordinator.control.instructions import Emit, End, Instruction, MigrationEnded, MigrationOutcome, Send
@@ -33,14 +33,6 @@ NUM_EPOCHS: Final = 2**32
 ASK_AGAIN_S: Final = 1.0  # pause after every node has turned a request away
 REFUSALS: Final = (reasons.QUEUE_FULL, reasons.WOULD_BE_LATE)
 MOST_PLACED: Final = 16  # placements per event: beside hundreds of requests with an SLO each takes milliseconds
-
-
-class TokenRow(NamedTuple):
-    """Consecutive tokens of one sequence that a node has reported one by one; none of them ends the sequence."""
-
-    attempt: node_requests.Attempt
-    first_index: int
-    token_ids: Sequence[int]
 
 
 class LiveAnswers:
@@ -499,22 +491,6 @@ class LiveAnswers:
         num_computed = num_prompt - request.num_cached_tokens
         num_spared = min(num_prompt, self.ledger.tokens_spared(request.request_id))
         self.demand.ended(Ended(num_prompt, num_computed, num_output, inf if limit_s is None else limit_s, num_spared))
-
-    def takes_row(self, node: Node, row: TokenRow) -> TrackedRequest | None:
-        """Return the request of a row if `emit_row` is enough for the row; else None."""
-        request = self.on(node, row.attempt)
-        if request is None or request.migration is not None or request.timeline.phase is not Phase.DECODE:
-            return None
-        attempt = request.attempt
-        is_next = row.first_index == len(request.output) and not attempt.early
-        return request if is_next and node is attempt.decode and attempt.has_first_token else None
-
-    def emit_row(self, request: TrackedRequest, token_ids: Sequence[int], moments_s: Sequence[float]) -> None:
-        """Record the tokens of a row, each at its moment, as `emit` does for single tokens. The caller emits them."""
-        request.output += token_ids
-        for now in moments_s:
-            self.metrics.tokens_came(1, request.timeline.tokens(now), is_first=False)
-        self.ledger.tokens_came(request.request_id, request.attempt.decode, len(token_ids))
 
     def _note_pause(
         self,

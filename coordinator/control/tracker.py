@@ -22,14 +22,13 @@ grow over all requests: a report about an older attempt, even of the same reques
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from coordinator.control.admission import Admission
 from coordinator.control.attempt_events import AttemptEvents
 from coordinator.control.instructions import End, Instruction, Send
-from coordinator.control.live import LiveAnswers, TokenRow
+from coordinator.control.live import LiveAnswers
 from coordinator.control.lives import Lives
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
@@ -246,18 +245,6 @@ class Tracker:
             if request is not None:
                 instructions += self._attempt_events.step_token(request, token, step_s, now)
         return instructions
-
-    def token_rows(self, node: Node, rows: Sequence[TokenRow], moments_s: Sequence[float]) -> bool:
-        """Handle consecutive steps, reported at these moments, as `step_tokens` does, at less cost.
-
-        Return False, with nothing changed, unless every row simply continues its sequence.
-        """
-        requests = [request for row in rows if (request := self._live.takes_row(node, row)) is not None]
-        if len(requests) < len(rows):
-            return False
-        for request, row in zip(requests, rows, strict=True):
-            self._live.emit_row(request, row.token_ids, moments_s)
-        return True
 
     def lose(self, node: Node, now: float, *, has_died: bool = False) -> list[Instruction]:
         """Handle the loss of a node, which has left the registry. `has_died`: it was lost in the middle of its work."""

@@ -39,17 +39,15 @@ class StepRates:
         if start_tokens_per_s > 0:
             self._prefilled.append(_Prefilled(START_TOKENS, 0, START_TOKENS / start_tokens_per_s))
 
-    def add(self, num_prompt_tokens: int, num_decoding: int, *steps_s: float) -> None:
-        """Add steps that each computed num_prompt_tokens prompt tokens and decoded one token for num_decoding
-        requests.
-        """
+    def add(self, num_prompt_tokens: int, num_decoding: int, step_s: float) -> None:
+        """Add a step that computed num_prompt_tokens prompt tokens and decoded one token for num_decoding requests."""
         if num_prompt_tokens:
             prefilled = self._prefilled if num_prompt_tokens >= MIN_TELLING_TOKENS else self._small
-            prefilled += [_Prefilled(num_prompt_tokens, num_decoding, step_s) for step_s in steps_s]
+            prefilled.append(_Prefilled(num_prompt_tokens, num_decoding, step_s))
         elif num_decoding:
-            self._decoded += [(num_decoding, step_s) for step_s in steps_s]
+            self._decoded.append((num_decoding, step_s))
             if num_decoding == 1:
-                self._lone_s += steps_s
+                self._lone_s.append(step_s)
 
     @property
     def decode_step_s(self) -> float:

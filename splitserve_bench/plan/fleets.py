@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from coordinator.control.live import TokenRow
 from coordinator.control.load import Prompt
 from coordinator.settings import CoordinatorSettings
 from protos import fleet_pb2, inference_pb2
@@ -125,13 +124,6 @@ class JudgingClients:
             self._first(judged, now)
         if judged.num_tokens >= judged.planned.output_tokens:
             judged.last_s = now
-        if judged.num_tokens >= self.enough_tokens:
-            self._see(judged)
-
-    def row_arrived(self, row: TokenRow, moments_s: Sequence[float]) -> None:
-        """The next tokens of an answer left the coordinator, of which none is its first or its last."""
-        judged = self._live[row.attempt.request_id]
-        judged.num_tokens += len(moments_s)
         if judged.num_tokens >= self.enough_tokens:
             self._see(judged)
 
@@ -260,7 +252,6 @@ def run_clients(plan: Plan, clients: JudgingClients) -> None:
     start_nodes(fleet, [(each.name, each.role, each.kind.profile) for each in placed])
     clients.start(fleet.coordinator)
     agenda.run(lambda: clients.is_over)
-    fleet.coordinator.catch_up()
 
 
 def _played(clients: JudgingClients, rate: float) -> Played:

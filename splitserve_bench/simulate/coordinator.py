@@ -3,14 +3,12 @@
 It does with the tracker's instructions what coordinator/dispatcher.py does.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
 from coordinator.control.instructions import Emit, End, Instruction, MigrationEnded, Send
-from coordinator.control.live import TokenRow
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Node, Registry
@@ -22,7 +20,7 @@ from coordinator.settings import ADMIT_ALL, CoordinatorSettings
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
-from splitserve_bench.simulate.events import Agenda, Event, EventLine, Line, StreakTokens
+from splitserve_bench.simulate.events import Agenda, Line
 from splitserve_bench.simulate.node import SimulatedNode
 
 TICK_S: Final = 0.25
@@ -33,7 +31,6 @@ class Clients(Protocol):
     """Who asks."""
 
     def arrived(self, request_id: str, tokens: list[fleet_pb2.SampledToken], moment_s: float) -> None: ...
-    def row_arrived(self, row: TokenRow, moments_s: Sequence[float]) -> None: ...
     def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None: ...
 
 
@@ -43,12 +40,11 @@ class Attachment:
 
     node: SimulatedNode
     commands: Line[fleet_pb2.NodeCommand]
-    events: EventLine
+    events: Line[fleet_pb2.NodeEvent]
 
 
 class SimulatedCoordinator:
-    """Takes nodes and requests in, and tells the clients what comes of them. Before anything else is decided,
-    `catch_up` is to hear what has come."""
+    """Takes nodes and requests in, and tells the clients what comes of them."""
 
     def __init__(self, agenda: Agenda, clients: Clients, settings: CoordinatorSettings) -> None:
         self._agenda, self._clients, self._settings = agenda, clients, settings
@@ -78,7 +74,7 @@ class SimulatedCoordinator:
         """Takes a node in, whose messages go their ways from now on."""
         known = self.registry.admit(node.hello(), self._agenda.now)
         message_s, noise = node.costs.message_s, node.noise
-        events = EventLine(self._agenda, message_s, noise.events, partial(self._receive, known))
+        events = Line(self._agenda, message_s, noise.events, partial(self._receive, known))
         commands = Line(self._agenda, message_s, noise.commands, node.handle)
         self._attachments[known] = Attachment(node, commands, events)
         node.line = events
@@ -87,7 +83,6 @@ class SimulatedCoordinator:
     def lose(self, node: SimulatedNode) -> None:
         """The node's stream has ended."""
         known = next((each for each, attachment in self._attachments.items() if attachment.node is node), None)
-        self.catch_up()
         if known is not None:  # else it was stuck, and is not back yet
             self.apply(self._lose(known), self._agenda.now)
 
@@ -103,40 +98,15 @@ class SimulatedCoordinator:
             attachment.node.beat()
             self._agenda.after(self._settings.heartbeat_s, lambda: self._beat(known))
 
-    def _receive(self, known: Node, event: Event) -> None:
+    def _receive(self, known: Node, event: fleet_pb2.NodeEvent) -> None:
         now = self._agenda.now
-        if isinstance(event, StreakTokens):
-            self.catch_up()
-            self._hear_step(known, event, now)
-            return
         kind = event.WhichOneof("event")
         if kind == "heartbeat":
             self.registry.heartbeat(known, event.heartbeat, now)
         elif kind == "cache_changed":
             self.registry.cache_changed(known, event.cache_changed)
         else:
-            self.catch_up()
             self.apply(self.tracker.handle(known, event, now), now)
-
-    def catch_up(self) -> None:
-        """Hears what has come from stretches by now; where answers only go on, the order between nodes is of no
-        importance."""
-        single: list[tuple[float, Node, StreakTokens]] = []
-        for known, attachment in self._attachments.items():
-            for stretch, first, arrivals_s in attachment.events.arrived(self._agenda.now):
-                rows = stretch.rows(first, len(arrivals_s))
-                if self.tracker.token_rows(known, rows, arrivals_s):
-                    for row in rows:
-                        self._clients.row_arrived(row, arrivals_s)
-                else:
-                    steps = enumerate(arrivals_s, first)
-                    single += [(arrived_s, known, stretch.tokens(step)) for step, arrived_s in steps]
-        for arrived_s, known, tokens in sorted(single, key=itemgetter(0)):
-            self._hear_step(known, tokens, arrived_s)
-
-    def _hear_step(self, known: Node, tokens: StreakTokens, now: float) -> None:
-        """They have the fields of the message that they stand for."""
-        self.apply(self.tracker.step_tokens(known, cast("fleet_pb2.StepTokens", tokens), now), now)
 
     def _lose(self, known: Node) -> list[Instruction]:
         attachment = self._attachments.pop(known)
@@ -151,7 +121,6 @@ class SimulatedCoordinator:
     ) -> None:
         """Begins an answer; what cannot begin ends at once."""
         now = self._agenda.now
-        self.catch_up()
         try:
             instructions = self.tracker.submit(
                 request_id, prompt, sampling, arrived_s=now, deadline_s=deadline_s, now=now, slo=slo
@@ -165,7 +134,6 @@ class SimulatedCoordinator:
 
     def _tick(self) -> None:
         now = self._agenda.now
-        self.catch_up()
         for known, *_ in self.registry.expired(now):
             node = self._attachments[known].node
             self.apply(self._lose(known), now)

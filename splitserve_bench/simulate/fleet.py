@@ -7,7 +7,6 @@ from itertools import groupby
 from typing import Final, Protocol
 
 from coordinator.api.statuses import retry_after_s
-from coordinator.control.live import TokenRow
 from coordinator.control.load import Prompt
 from coordinator.control.placement.policies import AUTO
 from coordinator.control.roles import FIXED
@@ -116,14 +115,6 @@ class LoadClients:
             answer.token_ids.append(token.token_id)
         assert tokens[-1].index == len(answer.token_ids) - 1, "a token came twice, or out of order"
         answer.reply.arrived(moment_s + answer.half_s, len(tokens))
-
-    def row_arrived(self, row: TokenRow, moments_s: Sequence[float]) -> None:
-        """The next tokens of an answer left the coordinator one by one, at these moments."""
-        answer = self._answers[row.attempt.request_id]
-        assert row.first_index == len(answer.token_ids), "a token came twice, or out of order"
-        answer.token_ids += row.token_ids
-        for moment_s in moments_s:
-            answer.reply.arrived(moment_s + answer.half_s, 1)
 
     def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
         """The end of an answer has left the coordinator."""
@@ -242,9 +233,8 @@ class Fleet:
         settings: CoordinatorSettings | None = None,
         *,
         transfers: Transfers | None = None,
-        takes_streaks: bool = True,
     ) -> None:
-        self._agenda, self._sizes, self._model, self._takes_streaks = agenda, sizes, model, takes_streaks
+        self._agenda, self._sizes, self._model = agenda, sizes, model
         self.transfers = transfers or Transfers(agenda, sizes)
         self.coordinator = SimulatedCoordinator(agenda, clients, settings or CoordinatorSettings())
         self.nodes: dict[str, SimulatedNode] = {}
@@ -269,7 +259,6 @@ class Fleet:
             self.transfers,
             machine=machine,
             noise=noise,
-            takes_streaks=self._takes_streaks,
         )
         self.nodes[name] = node
         self.coordinator.attach(node)

@@ -6,7 +6,6 @@ It does with the logic's decisions what serving_node/runner.py does, and tells t
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -19,7 +18,7 @@ from serving_core.node.blocks import BlockAllocator
 from serving_core.node.costs import NUM_RECENT, StepCosts, StepRates
 from serving_core.node.prefix import origin_of
 from serving_core.node.requests import NodeRequest
-from serving_core.requests import SampledToken, Work
+from serving_core.requests import Work
 from serving_core.shapes import preset, role_of
 from serving_node.decisions import (
     Beat,
@@ -38,9 +37,8 @@ from serving_node.decisions import (
 from serving_node.logic import Limits, NodeLogic
 from serving_node.second_tier import TierPlan
 from serving_node.settings import NodeSettings
-from serving_node.streak import Streak
 from splitserve_bench.simulate.costs import NO_NOISE, Costs, Machine, Noise, Progress, StepLoad, load_of
-from splitserve_bench.simulate.events import Agenda, EventLine, Stretch, ToyModel
+from splitserve_bench.simulate.events import Agenda, Line, ToyModel
 from splitserve_bench.simulate.profile import NodeSizes
 from splitserve_bench.simulate.transfer import Transfers
 
@@ -64,26 +62,21 @@ class SimulatedNode:
         *,
         machine: Machine | None = None,
         noise: Noise = NO_NOISE,
-        takes_streaks: bool = True,
     ) -> None:
-        """`machine`: that it shares with nodes whose steps bear on its own. `takes_streaks`: whether steps that allow
-        it are taken in for less, which changes nothing else."""
+        """`machine`: that it shares with nodes whose steps bear on its own."""
         self.name, self.costs, self.noise = name, costs, noise
-        self.line: EventLine  # to the coordinator, once it is attached
+        self.line: Line[fleet_pb2.NodeEvent]  # to the coordinator, once it is attached
         self.is_lost = False
         self._sizes, self._model, self._agenda, self._transfers = sizes, model, agenda, transfers
-        self._machine, self._takes_streaks = machine, takes_streaks
+        self._machine = machine
         self._pace = costs  # of the running step, as the other nodes of its machine are
         self.allocator = BlockAllocator(sizes.num_blocks)
         self.logic = _logic(self.allocator, sizes, role, costs)
         self._is_carrying_out = self._is_to_plan = False
-        self._works: Sequence[Work] = ()  # of the running step, or of the first of its streak
-        self._streak: Streak | None = None  # that the running step is of
-        self._stretch: Stretch | None = None  # that it is of, unless it is one by itself
-        self._stretch_s: Sequence[float] = ()  # what each of its steps takes
+        self._works: Sequence[Work] = ()  # of the running step
         self._load = StepLoad()  # of the running step
         self._started_s = 0.0  # the running step
-        self._progress: Progress | None = None  # of the running step, unless it is of a stretch
+        self._progress: Progress | None = None  # of the running step
         self._tier_free_s = 0.0  # when all that is to be read back is
         self._alarm_s: float | None = None  # when the logic's next tick is planned
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
@@ -115,7 +108,6 @@ class SimulatedNode:
         """Tells how it does."""
         if self.is_lost:
             return
-        self._settle()
         step_s = statistics.median(self._recent_s) if self._recent_s else 0.0
         load = inference_pb2.NodeLoad(name=self.name, num_steps=self.num_steps, step_s=step_s)
         self.logic.describe(load)
@@ -167,8 +159,6 @@ class SimulatedNode:
         if self._works:
             self._load = load_of(self._works)
             self._load.is_first = is_first
-            streak = self.logic.streaks.begin(self._works)
-            self._streak = streak if streak.num_steps and self._takes_streaks else None
             self._start_step()
         elif self._machine is not None:
             self._machine.rests(self)
@@ -178,21 +168,12 @@ class SimulatedNode:
         if self._machine is not None:
             self._machine.works(self)
             self._pace = self._machine.costs(self)
-        streak = self._streak
-        num_ahead = 0 if streak is None else self.logic.streaks.num_steps_ahead(streak)
-        if streak is not None and num_ahead > 1:
-            self._start_stretch(streak, num_ahead)
-        else:
-            self._begin_alone(self._step_s(self.num_steps, self._load))
-
-    def _step_s(self, step: int, load: StepLoad) -> float:
-        """What the node's step of this number takes, as its neighbours are now."""
-        return self._pace.step_s(load) * self.noise.step(step, load)
-
-    def _begin_alone(self, seconds: float) -> None:
-        """The running step is one by itself, and would take so long as its neighbours are now."""
-        self._progress = Progress(self._started_s, seconds)
+        self._progress = Progress(self._started_s, self._step_s())
         self._end_at(self._progress.ends_s)
+
+    def _step_s(self) -> float:
+        """What the running step takes, as the node's neighbours are now."""
+        return self._pace.step_s(self._load) * self.noise.step(self.num_steps, self._load)
 
     def _end_at(self, end_s: float) -> None:
         self._agenda.at(end_s, partial(self._stepped, end_s))
@@ -205,11 +186,9 @@ class SimulatedNode:
         if pace is self._pace:
             return
         self._pace = pace
-        self._settle()
-        self._do_all()
         assert self._progress is not None, "who rests is told nothing"
         planned_s = self._progress.ends_s
-        self._progress.go_on(self._agenda.now, self._step_s(self.num_steps, self._load))
+        self._progress.go_on(self._agenda.now, self._step_s())
         if self._progress.ends_s != planned_s:
             self._end_at(self._progress.ends_s)
 
@@ -218,70 +197,16 @@ class SimulatedNode:
         if self.is_lost or self._progress is None or self._progress.ends_s != end_s:
             return
         self._progress = None
-        streak, ended_s = self._streak, self._agenda.now
-        if streak is not None and self.logic.streaks.goes_on(streak):
-            stretch = Stretch(streak, self._model, self._started_s, [ended_s])
-            self.line.send(stretch.tokens(0))
-            self._go_on(stretch)
-            return
+        ended_s = self._agenda.now
         step_s = ended_s - self._started_s
         self._recent_s.append(step_s)
         self.num_steps += 1
-        works = self._works if streak is None else streak.works
-        self._works, self._streak = (), None
+        works, self._works = self._works, ()
         self._send_layers(works)
-        sampled = self._model.next_ids([work.request for work in works if work.samples])
-        self.logic.step_done(works, [SampledToken(token_id) for token_id in sampled], step_s, ended_s)
+        tokens = self._model.next_tokens([work.request for work in works if work.samples])
+        self.logic.step_done(works, tokens, step_s, ended_s)
         self._do_all()
         self._plan()
-
-    def _start_stretch(self, streak: Streak, num_steps: int) -> None:
-        """All that comes of these steps is known, unless something else happens before they are over."""
-        ends_s, seconds, end_s, load = list[float](), list[float](), self._started_s, replace(self._load)
-        for step in range(self.num_steps, self.num_steps + num_steps):
-            seconds.append(self._step_s(step, load))
-            end_s += seconds[-1]
-            ends_s.append(end_s)
-            load.num_cached += load.num_answers
-        self._stretch_s = seconds
-        self._stretch = stretch = Stretch(streak, self._model, self._started_s, ends_s)
-        self.line.begin(stretch)
-        self._agenda.at(end_s, partial(self._end_stretch, stretch))
-
-    def _end_stretch(self, stretch: Stretch) -> None:
-        if stretch is self._stretch and not self.is_lost:
-            self._stretch = None
-            self.line.end(stretch.num_steps)
-            self._go_on(stretch)
-
-    def _settle(self) -> None:
-        """Something else is about to happen: the steps that are over are taken in, and the running one is one by
-        itself."""
-        if (stretch := self._stretch) is None:
-            return
-        self._stretch = None
-        num_ended = stretch.num_ended(self._agenda.now)
-        self.line.end(num_ended)
-        if num_ended:
-            stretch.cut(num_ended)
-            self._take_in(stretch)
-        self._begin_alone(self._stretch_s[num_ended])
-
-    def _go_on(self, stretch: Stretch) -> None:
-        """Steps of a streak are over, and the next one begins."""
-        is_planned = self._take_in(stretch)
-        if not is_planned:
-            self._works, self._streak = (), None
-        self._do_all()
-        (self._start_step if is_planned else self._plan)()
-
-    def _take_in(self, stretch: Stretch) -> bool:
-        """Tells whether the step after these is planned."""
-        self._recent_s += stretch.steps_s
-        self.num_steps += stretch.num_steps
-        self._started_s = stretch.ends_s[-1]
-        self._load.num_cached += self._load.num_answers * stretch.num_steps
-        return self.logic.streaks.advance(stretch.streak, stretch.token_ids, stretch.steps_s)
 
     def _send_layers(self, works: Sequence[Work]) -> None:
         """Blocks of the step that has just ended left while it ran, unless it was all of a short prompt."""
@@ -313,10 +238,8 @@ class SimulatedNode:
     # ---- decisions ----
 
     def _happens(self, what: Callable[[], object]) -> None:
-        """Lets something happen to the logic of a node that is not lost: the steps until now are taken in before, and
-        what is decided is done."""
+        """Lets something happen to the logic of a node that is not lost, and does what is decided."""
         if not self.is_lost:
-            self._settle()
             what()
             self._carry_out()
 

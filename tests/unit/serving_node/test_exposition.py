@@ -7,7 +7,7 @@ from serving_core.figures import families
 from serving_core.node.blocks import BlockAllocator
 from serving_core.node.costs import StepLoad
 from serving_node.exposition import NodeExposition
-from serving_node.streak import StepCounts
+from serving_node.outputs import StepCounts
 from tests.unit.serving_node.runner_kit import carry_descriptors, fleet, make_request, running
 
 

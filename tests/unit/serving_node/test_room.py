@@ -64,30 +64,18 @@ def test_blocks_that_are_awaited_and_one_for_each_answer():
 @pytest.mark.parametrize(
     ("has_slot", "facts", "may_start"),
     [
-        (True, None, False),
         (True, {}, True),
         (False, {}, False),
         (False, {"only_prefills": True}, True),
         (False, {"only_prefills": True, "is_kept": True}, True),  # it needs none before it is read
     ],
 )
-def test_whether_any_prompt_might_start(has_slot, facts, may_start):
+def test_whether_a_prompt_may_start_by_the_slot_that_it_needs(has_slot, facts, may_start):
     node = Node()
     if not has_slot:
         node.fill_slots()
-    if facts is not None:
-        queued = node.add("queued", 9, RequestState.WAITING, 5, **facts)
-        assert node.may_start(queued) == [may_start]
-    assert node.room.may_start_any == may_start
-
-
-def test_a_prompt_of_many_that_needs_no_slot_might_start():
-    node = Node()
-    node.fill_slots()
-    node.add("own", 8, RequestState.WAITING, 5)
-    assert not node.room.may_start_any
-    node.add("outgoing", 9, RequestState.WAITING, 5, only_prefills=True)
-    assert node.room.may_start_any
+    queued = node.add("queued", 9, RequestState.WAITING, 5, **facts)
+    assert node.may_start(queued) == [may_start]
 
 
 @pytest.mark.parametrize("only_prefills", [False, True])

@@ -56,9 +56,6 @@ class ApiServer:
     def arrived(self, request_id, tokens, moment_s):
         self.clients.arrived(request_id, tokens, moment_s)
 
-    def row_arrived(self, row, moments_s):
-        self.clients.row_arrived(row, moments_s)
-
     def ended(self, request_id, outcome):
         self.clients.ended(request_id, outcome)
 

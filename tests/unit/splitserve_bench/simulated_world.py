@@ -79,7 +79,6 @@ class World:
         *,
         troubles=(),
         num_requests=20,
-        takes_streaks=True,
         fleet=None,
         num_blocks=None,
         has_limits=False,
@@ -107,7 +106,7 @@ class World:
             keep_after_s=self.random.choice([0.1, 2.0]),
             roles=self.random.choice(["fixed", "auto"]),
         )
-        self.fleet = Fleet(self.agenda, self.clients, self.sizes, model, settings, takes_streaks=takes_streaks)
+        self.fleet = Fleet(self.agenda, self.clients, self.sizes, model, settings)
         if has_limits or len(priorities) > 1:
             self._ask_for_more(self.fleet.coordinator.tracker, has_limits, priorities)
         self.costs = WildCosts(self.random)
@@ -207,7 +206,6 @@ class World:
     def flip(self):
         with suppress(RequestError):  # the last reader and the last writer stay
             coordinator, now = self.fleet.coordinator, self.agenda.now
-            coordinator.catch_up()
             name, role = self.random.choice(sorted(self.roles)), self.random.choice(ROLES)
             _, _, instructions = coordinator.roles.set_shape(name, role, now)
             coordinator.apply(instructions, now)
@@ -221,7 +219,6 @@ class World:
             node = coordinator.registry.named(name)
             check_target(node, coordinator.registry.nodes)
             coordinator.registry.drain(node)
-            coordinator.catch_up()
             coordinator.apply(coordinator.tracker.tick(self.agenda.now), self.agenda.now)
             self.seen["drained"] += 1
             self._restart_when_idle(self.fleet.nodes[name])

@@ -81,7 +81,7 @@ def test_an_answer_is_not_waited_for_once_its_pace_is_known(tmp_path):
     run_clients(Plan((Pool(BOTH, kind, 1),), 1, 1), clients)
     assert clients.agenda.now < 400 * 0.021 / 3
     clients.close()
-    assert clients.judged[0].tpot_s == pytest.approx(0.021, rel=1 / ENOUGH_TOKENS)
+    assert clients.judged[0].tpot_s == pytest.approx(0.021, rel=1.01 / ENOUGH_TOKENS)  # one token more or less
 
 
 def test_a_fleet_that_is_late_before_it_is_full_is_not_filled(tmp_path):

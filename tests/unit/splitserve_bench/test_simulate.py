@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from coordinator.settings import CoordinatorSettings
 from serving_core.errors import SettingsError
+from serving_core.requests import Request, SamplingParams
 from splitserve.cli import main
 from splitserve_bench.serve.metrics import PHASE_FIELDS
 from splitserve_bench.serve.records import PlannedRequest
@@ -123,11 +124,19 @@ def test_what_was_read_before_is_not_read_again():
     assert second.timeline["prefill_s"] == pytest.approx(chunk_s(101 - 6 * BLOCK_SIZE))
 
 
+def _continued(prompt, num_tokens):
+    """The prompt with so many tokens behind it."""
+    text = Request("", 0, list(prompt), len(prompt), SamplingParams(max_tokens=num_tokens))
+    for _ in range(num_tokens):
+        text.token_ids += [token.token_id for token in ToyModel(VOCAB_SIZE).next_tokens([text])]
+    return text.token_ids
+
+
 def chats(count, profile=PROFILE, size=SPLIT, every_s=20.0):
     """What becomes of the second turns, of which one comes every 20 s. A first one leaves 160 tokens where it was
     written and 96 where it was read."""
     firsts = [request(chat, 100, 61, at_s=chat * every_s) for chat in range(count)]
-    texts = [[*each.prompt, *ToyModel(VOCAB_SIZE).following(each.prompt, 61)] for each in firsts]
+    texts = [_continued(each.prompt, 61) for each in firsts]
     seconds = [
         PlannedRequest(count + chat, 20.0 * chat + 10.0, (*text, *range(19)), 2) for chat, text in enumerate(texts)
     ]
@@ -189,34 +198,6 @@ def test_answers_beside_each_other_share_their_steps():
     outcomes = outcomes_of(COLOCATED, *(request(index, 20, 30) for index in range(4)))
     for outcome in outcomes:
         assert outcome.arrivals_s[-1] - outcome.arrivals_s[-2] == pytest.approx(step_s(4))
-
-
-class CountingAgenda(Agenda):
-    """Counts what is planned."""
-
-    num_planned = 0
-
-    def at(self, moment_s, action):
-        self.num_planned += 1
-        super().at(moment_s, action)
-
-
-def num_planned(*, takes_streaks):
-    """Of a lone answer of 1000 tokens, which takes some 21 s."""
-    agenda, model = CountingAgenda(), ToyModel(VOCAB_SIZE)
-    limits = {"max_concurrency": None, "request_timeout_s": 1000.0, "door_s": 0.0}
-    clients = LoadClients(agenda, [request(0, 20, 1000)], model=model, **limits)
-    fleet = Fleet(agenda, clients, PROFILE.node, model, takes_streaks=takes_streaks)
-    fleet.start("a", "both", ProfileCosts(PROFILE))
-    clients.start(fleet.coordinator)
-    agenda.run(lambda: clients.is_over)
-    return agenda.num_planned
-
-
-def test_steps_that_nothing_disturbs_are_not_planned_one_by_one():
-    """Each is two entries else: its end, and the message about it."""
-    assert num_planned(takes_streaks=False) > 2000
-    assert num_planned(takes_streaks=True) < 500
 
 
 def test_a_limit_on_what_runs_at_once():

@@ -8,7 +8,6 @@ block comes back, and nobody waits for ever.
 import math
 from collections import Counter
 from dataclasses import replace
-from random import Random
 
 import pytest
 from hypothesis import given
@@ -123,37 +122,6 @@ def compare_deadlines(world):
                     yield "again"
                 if request.num_moves:
                     yield "after a move"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("limits", [False, True], ids=["no limits", "limits and priorities"])
-@pytest.mark.parametrize("troubles", [(), TROUBLES], ids=["calm", "trouble"])
-def test_streaks_change_nothing(troubles, limits):
-    """Steps that are taken in for less give what single steps give, to the last bit of every time."""
-    asked = {"has_limits": True, "priorities": PRIORITIES} if limits else {}
-    for seed in range(60):
-        one, other = (World(seed, troubles=troubles, takes_streaks=takes, **asked) for takes in (True, False))
-        assert one.run() == other.run(), f"seed {seed}"
-        assert one.agenda.now == other.agenda.now
-        loads = [[node.load for node in world.fleet.coordinator.registry.nodes] for world in (one, other)]
-        assert loads[0] == loads[1]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("troubles", [(), TROUBLES], ids=["calm", "trouble"])
-def test_streaks_change_nothing_beside_neighbours_that_come_and_go(troubles):
-    seen = Counter()
-    for seed in range(60):
-        random = Random(seed)
-        asked = {"troubles": troubles, "has_limits": seed % 2 == 0, "alone_factor": random.uniform(0.3, 1.0)}
-        one, other = (World(seed, takes_streaks=takes, **asked) for takes in (True, False))
-        assert one.run() == other.run(), f"seed {seed}"
-        assert one.agenda.now == other.agenda.now
-        loads = [[node.load for node in world.fleet.coordinator.registry.nodes] for world in (one, other)]
-        assert loads[0] == loads[1]
-        by_itself = World(seed, **{**asked, "alone_factor": None})
-        seen["others"] += by_itself.run() != one.clients.outcomes
-    assert seen["others"] > 30, "neighbours bear on each other"
 
 
 def test_neighbours_that_make_no_difference_change_nothing():
