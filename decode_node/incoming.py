@@ -35,17 +35,16 @@ class Incoming:
         """Return the address at which the rank receives."""
         return self._receiver.address
 
-    def expect(self, epoch: int, descriptor: bytes, block_ids: Sequence[int]) -> None:
+    def expect(self, descriptor: TransferDescriptor, block_ids: Sequence[int]) -> None:
         """Let the sender of `descriptor` write to these blocks.
 
         on_granted is called at once, or on_ended if the descriptor cannot be used; on_coming is called when the first
         blocks arrive.
         """
+        epoch = descriptor.epoch
         on_coming = None if self._on_coming is None else partial(self._on_coming, epoch)
         try:
-            self._receiver.expect(
-                TransferDescriptor.decode(descriptor), block_ids, partial(self._on_ended, epoch), on_coming
-            )
+            self._receiver.expect(descriptor, block_ids, partial(self._on_ended, epoch), on_coming)
         except TransferError as error:
             self._on_ended(epoch, TransferFailed(reasons.TRANSFER_FAILED, str(error)))
         else:

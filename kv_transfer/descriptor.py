@@ -3,7 +3,7 @@
 import secrets
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import psutil
@@ -139,6 +139,7 @@ class TransferDescriptor:
     prefill_pp: int = 1
     decode_pp: int = 1
     behind: bytes = b""  # hash of the last cached block if the sender must hold the same block; else empty
+    _channels: tuple[tuple[KVCopy, Channel], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_int("epoch", self.epoch, 0, MAX_EPOCH)
@@ -150,7 +151,8 @@ class TransferDescriptor:
         check_int("num_tokens", self.num_tokens, 0, MAX_TOKENS)
         check_seconds("ttl_s", self.ttl_s, MAX_TTL_S)
         check_bytes("behind", self.behind, 0, NAME_BYTES)
-        num_channels = len(self._copies())
+        copies = plan_nodes(self.senders, self.receivers, self.layout.num_kv_heads, self.layout.layers)
+        num_channels = len(copies)
         if num_channels > MAX_CHANNELS:
             raise TransferError(
                 f"a plan of {num_channels} channels between two nodes; at most {MAX_CHANNELS} are allowed"
@@ -159,6 +161,8 @@ class TransferDescriptor:
             raise TransferError(f"{len(self.ends)} channel ends for a plan of {num_channels} channels")
         if len({end.transfer_id for end in self.ends}) != num_channels:
             raise TransferError("two channels have the same transfer id")
+        channels = tuple((copy, self._channel(copy, end)) for copy, end in zip(copies, self.ends, strict=True))
+        object.__setattr__(self, "_channels", channels)
 
     @classmethod
     def draw(
@@ -207,11 +211,11 @@ class TransferDescriptor:
 
     def channels_from(self, prefill_rank: int) -> list[tuple[KVCopy, Channel]]:
         """Return the channels that begin at this prefill rank; the list may be empty."""
-        return [(copy, channel) for copy, channel in self._channels() if copy.source_rank == prefill_rank]
+        return [(copy, channel) for copy, channel in self._channels if copy.source_rank == prefill_rank]
 
     def channels_to(self, decode_rank: int) -> list[tuple[KVCopy, Channel]]:
         """Return the channels that end at this decode rank; there is at least one."""
-        return [(copy, channel) for copy, channel in self._channels() if copy.destination_rank == decode_rank]
+        return [(copy, channel) for copy, channel in self._channels if copy.destination_rank == decode_rank]
 
     def encode(self) -> bytes:
         """Return the descriptor as msgpack of at most MAX_DESCRIPTOR_BYTES."""
@@ -229,25 +233,16 @@ class TransferDescriptor:
             case _:
                 raise TransferError(f"not a transfer descriptor of version {VERSION}")
 
-    def _copies(self) -> list[KVCopy]:
-        return plan_nodes(self.senders, self.receivers, self.layout.num_kv_heads, self.layout.layers)
-
-    def _channels(self) -> list[tuple[KVCopy, Channel]]:
-        return [
-            (
-                copy,
-                Channel(
-                    transfer_id=end.transfer_id,
-                    epoch=self.epoch,
-                    address=end.address,
-                    layout=self.layout.with_layers(copy.layers).with_heads(len(copy.source_heads)),
-                    num_blocks=self.num_blocks,
-                    num_cached_blocks=self.num_cached_blocks,
-                    ttl_s=self.ttl_s,
-                ),
-            )
-            for copy, end in zip(self._copies(), self.ends, strict=True)
-        ]
+    def _channel(self, copy: KVCopy, end: ChannelEnd) -> Channel:
+        return Channel(
+            transfer_id=end.transfer_id,
+            epoch=self.epoch,
+            address=end.address,
+            layout=self.layout.with_layers(copy.layers).with_heads(len(copy.source_heads)),
+            num_blocks=self.num_blocks,
+            num_cached_blocks=self.num_cached_blocks,
+            ttl_s=self.ttl_s,
+        )
 
 
 def _channel_end(fields: object) -> ChannelEnd:

@@ -12,11 +12,13 @@ Every pair of grids can be planned. Only sizes below 1, and more stages than lay
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from kv_transfer.results import TransferError
 from serving_core.sharding import head_range, share_of
 
+MAX_KNOWN_PLANS: Final = 64  # pairs of grids; a fleet has few
 ANY_LAYER: Final = range(1)  # without pipeline stages the plan is the same in every layer
 
 
@@ -75,12 +77,13 @@ def plan_copies(sources: Sequence[Holding], destinations: Sequence[Holding]) -> 
     return copies
 
 
-def plan_nodes(prefill: Grid, decode: Grid, num_kv_heads: int, layers: range) -> list[KVCopy]:
+@lru_cache(maxsize=MAX_KNOWN_PLANS)
+def plan_nodes(prefill: Grid, decode: Grid, num_kv_heads: int, layers: range) -> tuple[KVCopy, ...]:
     """Return the copies from a prefill node to a decode node that both hold `layers`.
 
-    Raises TransferError as `holdings` does.
+    A plan is worked out once for each pair of grids, not for each transfer. Raises TransferError as `holdings` does.
     """
-    return plan_copies(*(holdings(grid, num_kv_heads, layers) for grid in (prefill, decode)))
+    return tuple(plan_copies(*(holdings(grid, num_kv_heads, layers) for grid in (prefill, decode))))
 
 
 def holdings(grid: Grid, num_kv_heads: int, layers: range) -> list[Holding]:

@@ -93,9 +93,9 @@ class Grants:
                 num_tokens=num_tokens,
                 behind=behind,
                 ttl_s=self._ttl_s,
-            ).encode()
+            )
         except TransferError as error:
             self._on_received(epoch, TransferFailed(reasons.TRANSFER_FAILED, str(error)))
             return
-        self._descriptors[epoch] = descriptor
-        self._transfers.receive(epoch, descriptor, block_ids)
+        self._descriptors[epoch] = packed = descriptor.encode()
+        self._transfers.receive(descriptor, packed, block_ids)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from decode_node.incoming import Incoming
+from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.ends.rank_results import RankResults, failure_from_wire, to_wire
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
@@ -96,17 +97,18 @@ class NodeTransfers:
             case CancelTransfer(epoch=epoch):
                 self.cancel(epoch)
 
-    def receive(self, epoch: int, descriptor: bytes, block_ids: Sequence[int]) -> None:
-        """Open these blocks on every rank.
+    def receive(self, descriptor: TransferDescriptor, packed: bytes, block_ids: Sequence[int]) -> None:
+        """Open these blocks on every rank to the sender of `descriptor`, which `packed` encodes.
 
         on_granted is called once all ranks have, perhaps at once; on_coming is called when this rank hears from the
         sender.
         """
+        epoch = descriptor.epoch
         self._received.begin(epoch)
         self._ungranted[epoch] = self.num_ranks
         if self._followers:
-            self._followers.send(grant=ranks_pb2.Grant(epoch=epoch, descriptor=descriptor, block_ids=block_ids))
-        self._incoming.expect(epoch, descriptor, block_ids)
+            self._followers.send(grant=ranks_pb2.Grant(epoch=epoch, descriptor=packed, block_ids=block_ids))
+        self._incoming.expect(descriptor, block_ids)
 
     def send(self, epoch: int, descriptor: bytes, block_ids: Sequence[int]) -> None:
         """Begin to send; these leading blocks are final.
@@ -245,7 +247,7 @@ class FollowerTransfers:
         match command.WhichOneof("command"):
             case "grant":
                 grant = command.grant
-                self._incoming.expect(grant.epoch, grant.descriptor, grant.block_ids)
+                self._incoming.expect(TransferDescriptor.decode(grant.descriptor), grant.block_ids)
             case "cancel_transfer":
                 self._incoming.cancel(command.cancel_transfer.epoch)
 

@@ -36,7 +36,7 @@ def test_what_each_rank_holds(num_heads, tp_size, shares):
 
 def plan_tp(prefill_tp, decode_tp, num_heads, layers=ANY_LAYER):
     """That of two nodes without stages."""
-    return plan_nodes(Grid(prefill_tp), Grid(decode_tp), num_heads, layers)
+    return list(plan_nodes(Grid(prefill_tp), Grid(decode_tp), num_heads, layers))
 
 
 def words(copies):
@@ -235,7 +235,7 @@ def test_nodes_hold_the_runs_of_layers_and_heads_of_their_stages(prefill, decode
     layers = range(2, 2 + num_layers)
     assert holdings(Grid(*prefill), num_heads, layers) == grid(layers, num_heads, *prefill)
     plans = plan_copies(grid(layers, num_heads, *prefill), grid(layers, num_heads, *decode))
-    assert plan_nodes(Grid(*prefill), Grid(*decode), num_heads, layers) == plans
+    assert list(plan_nodes(Grid(*prefill), Grid(*decode), num_heads, layers)) == plans
 
 
 @pytest.mark.parametrize("num_stages", [0, 4, -1])

@@ -139,14 +139,17 @@ class Node:
             num_blocks=NUM_BLOCKS,
             num_cached_blocks=num_cached,
             ttl_s=DEADLINE_S,
-        ).encode()
+        )
+
+    def receive(self, descriptor, block_ids=IDS):
+        self.transfers.receive(descriptor, descriptor.encode(), block_ids)
 
     async def open_to(self, source, epoch, **cached):
         """Grants all blocks to what `source` sends; gives the descriptor."""
         descriptor = self.descriptor(epoch, source, **cached)
-        self.transfers.receive(epoch, descriptor, IDS)
+        self.receive(descriptor)
         await self.received.until(lambda: epoch in self.received.granted)
-        return descriptor
+        return descriptor.encode()
 
     def bytes_of(self, ids):
         return [store.bytes_of(ids) for store in self.stores]
@@ -278,10 +281,10 @@ async def test_both_directions_at_once(a_size, b_size, monkeypatch):
                 num_blocks=half,
                 num_cached_blocks=0,
                 ttl_s=DEADLINE_S,
-            ).encode()
-            node.transfers.receive(epoch, descriptor, theirs)
+            )
+            node.receive(descriptor, theirs)
             await node.received.until(lambda node=node: node.received.granted)
-            source.transfers.send(epoch, descriptor, mine)
+            source.transfers.send(epoch, descriptor.encode(), mine)
         a.transfers.finish(1, mine, b"from a")
         b.transfers.finish(2, mine, b"from b")
         for node in (a, b):
@@ -382,8 +385,8 @@ async def test_a_rank_whose_steps_lag_opens_no_block_that_its_step_may_write_to(
         to_a = await a.open_to(b, 6)
         b.lets_steps_end.clear()
         b.followers.announce([Work(request, 0, 30, IDS)])
-        b.transfers.receive(5, b.descriptor(5, a), IDS)
-        b.transfers.receive(7, b.descriptor(7, a), IDS)
+        b.receive(b.descriptor(5, a))
+        b.receive(b.descriptor(7, a))
         b.transfers.cancel(7)
         b.transfers.send(6, to_a, [])
         await b.sent.until_passed(lambda: b.senders[1].num_open)  # the follower has heard of all of that
@@ -462,7 +465,7 @@ async def test_one_rank_that_cannot_send_fails_the_transfer(monkeypatch):
 async def test_one_rank_that_cannot_receive_gives_no_descriptor(monkeypatch):
     async with nodes(monkeypatch, 1, 3) as (a, b):
         await b.receivers[1].close()
-        b.transfers.receive(3, b.descriptor(3, a), IDS)
+        b.receive(b.descriptor(3, a))
         await b.received.until(lambda: b.received.results)
         assert type(b.received.results[3]) is TransferFailed
         assert b.received.granted == []
