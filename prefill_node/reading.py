@@ -42,6 +42,11 @@ class _Step:
     works: list[Work] = field(default_factory=list)
 
 
+def all_of_them(_: NodeRequest, num_tokens: int) -> int:
+    """Return `num_tokens`: without distributed KV a started request has blocks for all of its tokens."""
+    return num_tokens
+
+
 class Reading:
     """Schedule the prompts of one node."""
 
@@ -52,7 +57,7 @@ class Reading:
         costs: StepCosts,
         *,
         max_num_queued: int,
-        fit: Callable[[NodeRequest, int], int] = lambda _, num_tokens: num_tokens,
+        fit: Callable[[NodeRequest, int], int] = all_of_them,
     ) -> None:
         """Create the scheduler.
 

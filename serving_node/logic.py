@@ -6,13 +6,14 @@ of each running sequence, then chunks of prompts.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from decode_node.batch import Writing, next_step
 from decode_node.credit import Credit
 from decode_node.speculation import DraftModel, Speculation
 from kv_transfer.distributed_kv.wire import Asker
 from kv_transfer.results import Received, Sent, TransferFailed
-from prefill_node.reading import Reading
+from prefill_node.reading import Reading, all_of_them
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
@@ -21,18 +22,18 @@ from serving_core.node.blocks import BlockAllocator, BlockLease
 from serving_core.node.costs import StepCosts, StepLoad, StepRates
 from serving_core.node.leases import Leases
 from serving_core.node.requests import Key, NodeRequest, NodeRequests, RequestState
+from serving_core.node.tiers import TierIndex
 from serving_core.requests import Guide, SampledToken, Work, would_end
 from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.arrivals import Arrivals
-from serving_node.claims import Claim, Hosting
-from serving_node.decisions import Beat, Decision, RecallRemoteKV
-from serving_node.distributed_kv import DistributedKV, Opened
-from serving_node.handovers import HandOvers
-from serving_node.migrations import Migrations
+from serving_node.decisions import Beat, Decision
+from serving_node.distributed_kv.source import DistributedKV, Opened
+from serving_node.kv_offload import NO_OFFLOAD, KVOffload, OffloadPlan
 from serving_node.outputs import Answers, CacheReport, Endings, StepCounts
-from serving_node.peer_fetch import PrefixFetchesHere, PrefixSends
+from serving_node.peer_fetch import PeerFetch, PeerServe
 from serving_node.room import Room
-from serving_node.second_tier import NO_TIER, SecondTier, TierPlan
+from serving_node.sources import KVSource, StepSource
+from serving_node.transfers import IncomingTransfers, OutgoingTransfers, Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class NodeLogic:
         eos_token_ids: Sequence[int],
         rates: StepRates,
         costs: StepCosts,
-        tier: TierPlan = NO_TIER,
+        tier: OffloadPlan = NO_OFFLOAD,
     ) -> None:
         """Create the logic of a node with role `shape`.
 
@@ -79,53 +80,57 @@ class NodeLogic:
         self._rates, self._costs = rates, costs
         self._node_requests = node_requests = NodeRequests()
         self._leases = leases = Leases(allocator, layout, origin, is_history_free=is_history_free)
-        self._endings = Endings(node_requests, leases)
-        self.hosting = Hosting(allocator, layout.block_size, limits.tile_tokens, self._recall)
-        self._claim = claim = Claim(node_requests, leases, self.hosting)
-        self._distributed_kv = distributed_kv = DistributedKV(
-            node_requests, leases, self._endings, claim, limits.tile_tokens
-        )
-        self._reading = Reading(
-            node_requests, leases, costs, max_num_queued=limits.max_num_queued, fit=distributed_kv.fit
-        )
-        self._tier = SecondTier(tier, allocator, leases, self._reading, costs, block_bytes)
-        self._cache_report = CacheReport(allocator, self._tier.index, leases.makers, self._endings.tell)
-        self._answers = Answers(node_requests, leases, self._endings, self._cache_report, eos_token_ids)
-        self._credit = Credit(node_requests, leases, max_num_queued=limits.max_num_queued)
-        holds_remote_kv = limits.tile_tokens > 0
+        self._endings = endings = Endings(node_requests, leases)
+        self.distributed_kv = None
+        if limits.tile_tokens:
+            self.distributed_kv = DistributedKV(node_requests, leases, allocator, endings, limits.tile_tokens)
+        fit = self.distributed_kv.fit if self.distributed_kv is not None else all_of_them
+        self._prefill = prefill = Reading(node_requests, leases, costs, max_num_queued=limits.max_num_queued, fit=fit)
+        offloaded = TierIndex(tier.num_host, tier.num_disk)
+        self.kv_offload: KVOffload | None = None
+        if offloaded.num_slots:
+            parts = tier, offloaded, allocator, leases, prefill, costs, endings, block_bytes
+            self.kv_offload = KVOffload(*parts)
+        self._cache_report = CacheReport(allocator, offloaded, leases.makers, endings.tell)
+        self._answers = Answers(node_requests, leases, endings, self._cache_report, eos_token_ids)
+        credit = Credit(node_requests, leases, max_num_queued=limits.max_num_queued)
         self._arrivals = Arrivals(
-            node_requests, self._reading, self._credit, fingerprint, layout.block_size, holds_remote_kv=holds_remote_kv
+            node_requests,
+            prefill,
+            credit,
+            fingerprint,
+            layout.block_size,
+            holds_remote_kv=self.distributed_kv is not None,
         )
-        self._hand_overs = HandOvers(
+        self._transfers = transfers = Transfers()
+        self._incoming = IncomingTransfers(
             node_requests,
             leases,
-            self._reading,
-            self._credit,
-            self._endings,
+            prefill,
+            credit,
+            endings,
+            transfers,
             block_bytes=block_bytes,
             credit_timeout_s=limits.credit_timeout_s,
-            descriptor_timeout_s=limits.descriptor_timeout_s,
             on_committed=self._cache_report.tell,
         )
-        self._migrations = Migrations(node_requests, leases, self._hand_overs, self._endings)
-        self._prefix_fetches = PrefixFetchesHere(leases, self._reading, self._endings, block_bytes)
-        self._prefix_sends = PrefixSends(leases, self._tier, self._endings, fingerprint)
-        self._writing = Writing(node_requests, leases, self._hand_overs.revoke, distributed_kv.fit)
-        num_candidates = limits.num_speculative_tokens if is_history_free else 0
+        self._outgoing = OutgoingTransfers(
+            node_requests, leases, endings, transfers, descriptor_timeout_s=limits.descriptor_timeout_s
+        )
+        self._batch = Writing(node_requests, leases, self._incoming.revoke, fit)
+        num_drafted = limits.num_speculative_tokens if is_history_free else 0
         self.speculation = Speculation(
-            node_requests, leases, eos_token_ids, num_candidates, limits.max_num_batched_tokens, limits.draft_model
+            node_requests, leases, eos_token_ids, num_drafted, limits.max_num_batched_tokens, limits.draft_model
         )
-        self._room = Room(
-            node_requests,
-            leases,
-            self._reading,
-            self._credit,
-            self._writing,
-            costs,
-            claim,
-            self.hosting,
-            limits.max_num_seqs,
-        )
+        self._admission = Room(node_requests, leases, prefill, credit, self._batch, costs, limits.max_num_seqs)
+        self._peer_serve = PeerServe(leases, self.kv_offload, endings, transfers, fingerprint)
+        peer_fetch = PeerFetch(leases, prefill, endings, transfers, block_bytes)
+        self._step_sources: list[StepSource] = []
+        if self.distributed_kv is not None:
+            self.distributed_kv.join(self._admission, self._batch)
+            self._step_sources.append(self.distributed_kv)
+        offload = [self.kv_offload] if self.kv_offload is not None else []
+        self._sources: list[KVSource] = [*offload, peer_fetch, self._peer_serve, *self._step_sources]
         self.steps = StepCounts()
         self.is_draining = False
         self._knows_limits = False  # whether any request had a deadline
@@ -149,7 +154,7 @@ class NodeLogic:
 
     def take_decisions(self) -> list[Decision]:
         """Return the decisions since the last call, in order."""
-        return [*self._tier.take_decisions(), *self._endings.take()]
+        return self._endings.take()
 
     @property
     def node_requests(self) -> NodeRequests:
@@ -162,36 +167,30 @@ class NodeLogic:
 
         The holder is (request id, epoch), or a kind of holder and a number.
         """
-        others = {
-            "remote prefix fetch": self._prefix_fetches.held,
-            "remote prefix fetch of another node": self._prefix_sends.held,
-            "distributed KV": self.hosting.held,
-            "KV offload": self._tier.held,
-        }
-        leases = [(each.key, each.lease) for each in self._node_requests if each.lease is not None]
-        return leases + [((kind, number), lease) for kind, held in others.items() for number, lease in held.items()]
+        leases: list[tuple[Key, BlockLease]] = [
+            (each.key, each.lease) for each in self._node_requests if each.lease is not None
+        ]
+        for source in self._sources:
+            leases += [((source.kind, number), lease) for number, lease in source.held.items()]
+        return leases
 
     def check_integrity(self) -> None:
         """Recount blocks, requests and KV offload slots from scratch. Raises AssertionError if the counts differ."""
         self._allocator.check_integrity()
         self._node_requests.check_integrity()
-        self._tier.index.check_integrity()
+        for source in self._sources:
+            source.check_integrity()
 
     @property
     def is_idle(self) -> bool:
         """Return whether the node holds no request and no distributed KV of other nodes."""
-        return not len(self._node_requests) and not self.hosting.num_blocks
+        return not len(self._node_requests) and all(source.is_idle for source in self._sources)
 
     @property
     def wake_at_s(self) -> float | None:
         """Return when the next `tick` is due, or None."""
-        others = (
-            self._tier.wake_at_s,
-            self._prefix_fetches.wake_at_s,
-            self._distributed_kv.wake_at_s,
-            self._claim.wake_at_s,
-        )
-        wakes = (self._hand_overs.wake_at_s, *others)
+        wakes = [source.wake_at_s for source in self._sources]
+        wakes += [self._incoming.wake_at_s, self._outgoing.wake_at_s]
         return min((at_s for at_s in wakes if at_s is not None), default=None)
 
     @property
@@ -212,27 +211,26 @@ class NodeLogic:
             RequestState.PREFILLING, RequestState.PREFILLED, RequestState.RUNNING, RequestState.FROZEN
         )
         load.num_waiting = len(self._node_requests) - load.num_running
-        load.num_waiting_tokens = self._reading.num_waiting_tokens
+        load.num_waiting_tokens = self._prefill.num_waiting_tokens
         load.num_blocks = self._allocator.num_blocks
         load.num_blocks_free = self._allocator.num_free
         load.num_blocks_cached = self._allocator.num_cached
         load.num_blocks_leaked = self._allocator.num_leaked([lease for _, lease in self.leases])
-        load.num_blocks_hosted, load.num_annexes_recalled = self.hosting.num_blocks, self.hosting.num_recalled
-        load.num_annexes = self._distributed_kv.num_opened
         load.step_tokens.extend(self.steps.tokens.counts)
         load.num_step_tokens = self.steps.num_prompt_tokens + self.steps.num_answer_tokens
-        load.num_preemptions = self._writing.num_preemptions
-        load.num_prompt_tokens = self._reading.num_prompt_tokens
-        load.num_cached_tokens = self._reading.num_cached_tokens
-        load.num_kv_bytes = self._hand_overs.num_kv_bytes + self._migrations.num_kv_bytes
-        load.num_transfers_failed = self._hand_overs.num_failed + self._migrations.num_failed
+        load.num_preemptions = self._batch.num_preemptions
+        load.num_prompt_tokens = self._prefill.num_prompt_tokens
+        load.num_cached_tokens = self._prefill.num_cached_tokens
+        load.num_kv_bytes = self._transfers.num_kv_bytes
+        load.num_transfers_failed = self._transfers.num_failed
         load.prefill_tokens_per_s = self._rates.prefill_tokens_per_s
         load.lone_step_s = self._rates.lone_step_s
         load.step_s = self._rates.decode_step_s or load.step_s
-        self._tier.fill(load)
+        for source in self._sources:
+            source.fill(load)
         if self._knows_limits:
             load.step_weights.extend(self._costs.weights)
-            load.decode_margin = self._reading.decode_margin
+            load.decode_margin = self._prefill.decode_margin
 
     # ---- commands ----
 
@@ -243,10 +241,9 @@ class NodeLogic:
     def detached(self) -> None:
         """End every request: the coordinator is gone and has given up all attempts on this node."""
         for node_request in list(self._node_requests):
-            self._tier.cancel(node_request)
-            self._endings.end(node_request)
-        self._prefix_fetches.detached()
-        self._prefix_sends.detached()
+            self._end(node_request)
+        for source in self._sources:
+            source.detached()
 
     def handle(self, command: fleet_pb2.NodeCommand, now: float, guide: Guide | None = None) -> None:
         """Carry out a command of the coordinator.
@@ -259,13 +256,13 @@ class NodeLogic:
             case "reserve":
                 self._take_in(command.reserve.job, now, command.reserve, guide)
             case "deliver":
-                self._hand_overs.deliver(command.deliver)
+                self._outgoing.deliver(command.deliver)
             case "migrate":
-                self._migrations.migrate(command.migrate)
+                self._outgoing.migrate(command.migrate)
             case "keep":
-                self._migrations.keep(command.keep)
+                self._outgoing.keep(command.keep)
             case "send_prefix":
-                self._prefix_sends.send_prefix(command.send_prefix, self._room.num_awaited(), now)
+                self._peer_serve.send_prefix(command.send_prefix, self._admission.num_awaited(), now)
             case "begun":
                 self._begun(command.begun.attempt, now)
             case "cancel":
@@ -292,7 +289,7 @@ class NodeLogic:
     def _take(self, shape: Shape) -> None:
         """Set the role. A role without running slots or prompt tokens still serves with the node's own limits."""
         self._shape = shape
-        self._room.num_slots = shape.slots or self._limits.max_num_seqs
+        self._admission.num_slots = shape.slots or self._limits.max_num_seqs
 
     def _take_in(
         self,
@@ -319,13 +316,17 @@ class NodeLogic:
         cancelled = fleet_pb2.Cancelled(attempt=attempt)
         node_request = self._node_requests.find(attempt)
         if node_request is None:
-            if not self._prefix_fetches.cancel(attempt):
+            if not any(source.cancel_fetch(attempt) for source in self._sources):
                 self._endings.tell(cancelled=cancelled)
             return
         if node_request.ending == {}:  # the ending would report nothing
             node_request.ending = {"cancelled": cancelled}
-        self._tier.cancel(node_request)
-        self._endings.end(node_request, cancelled=cancelled)
+        self._end(node_request, cancelled=cancelled)
+
+    def _end(self, node_request: NodeRequest, **event: Any) -> None:
+        for source in self._sources:
+            source.cancel(node_request)
+        self._endings.end(node_request, **event)
 
     # ---- steps ----
 
@@ -334,14 +335,10 @@ class NodeLogic:
 
         The caller must call `step_done` or `step_failed` afterwards.
         """
-        for victim in self._claim.victims():
-            self._writing.give_way(victim)
-        if self._claim.recalls():
-            self.hosting.recall()
+        for source in self._step_sources:
+            source.before_step()
         works = self._plan(now)
-        while self._refuse_hopeless() or (
-            not works and (self._room.slot() or self._room.make_way() or self._turn_away())
-        ):
+        while self._refuse_hopeless() or (not works and self._unblock()):
             self._grant()
             works = works or self._plan(now)
         for work in works:
@@ -353,23 +350,16 @@ class NodeLogic:
 
     def _refuse_hopeless(self) -> bool:
         """Fail the prompts that the last plan left out because they would be late. Return whether there were any."""
-        refused = self._reading.take_hopeless()
+        refused = self._prefill.take_hopeless()
         for node_request in refused:
             self._endings.fail(node_request, reasons.WOULD_BE_LATE, "the prompt cannot be read before its deadline")
         return bool(refused)
 
-    def _turn_away(self) -> bool:
-        """Fail a request that lacks blocks because this node holds distributed KV of older requests.
-
-        Another node may have enough blocks. KV of younger requests is recalled instead. Returns whether a request
-        failed.
-        """
-        node_request = self._room.stranded(self._distributed_kv.makes_room_for)
-        if node_request is None or self._room.recall(node_request):
-            return False
-        message = f"{self.hosting.num_blocks} blocks of this node hold parts of other nodes' requests: too few are left"
-        self._endings.fail(node_request, reasons.QUEUE_FULL, message)
-        return True
+    def _unblock(self) -> bool:
+        """Return whether a node that has nothing to compute may have something now."""
+        if self._admission.slot() or self._admission.make_way():
+            return True
+        return any(source.unblock() for source in self._step_sources)
 
     def plan_ahead(self, works: Sequence[Work]) -> list[Work]:
         """Return the step behind a planned decode step, as `plan` would if no sequence ended and no event came.
@@ -389,33 +379,33 @@ class NodeLogic:
         )
 
     def _plan(self, now: float) -> list[Work]:
-        works = self._writing.plan()
+        works = self._batch.plan()
         answers = [self._node_requests.of(work.request) for work in works]
         num_left = self._limits.max_num_batched_tokens - sum(work.num_tokens for work in works)
-        is_full = not num_left and self._reading.oldest_age < answers[-1].age
+        is_full = not num_left and self._prefill.oldest_age < answers[-1].age
         budget = 1 if is_full else min(self._shape.prompt_tokens or num_left, num_left)
-        may_start = self._room.gate(lambda node_request, num_spare: self._holds_up(node_request, num_spare, now))
-        chunks = self._reading.plan(budget, may_start, self._start, answers, now)
+        may_start = self._admission.gate(lambda node_request, num_spare: self._must_wait(node_request, num_spare, now))
+        chunks = self._prefill.plan(budget, may_start, self._start, answers, now)
         if is_full and chunks:
             works.pop()  # an older prompt must not wait for ever-changing sequences
         works += chunks
-        self._hand_overs.note_read(self._node_requests.in_state(RequestState.PREFILLING), now)
+        self._outgoing.note_prefilled(self._node_requests.in_state(RequestState.PREFILLING), now)
         return self.speculation.extend(works)
 
-    def _holds_up(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
-        """Return whether a prompt waits for blocks from elsewhere: KV offload first, then a remote prefix fetch.
+    def _must_wait(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
+        """Return whether a prompt waits for blocks from a source: KV offload first, then a remote prefix fetch.
 
         Requests with distributed KV have no block hashes to look up.
         """
         if node_request.distributed is not None:
             return False
-        is_read_back = self._tier.holds_up(node_request, num_spare, now)
-        return is_read_back or self._prefix_fetches.holds_up(node_request, num_spare, now)
+        return any(source.must_wait(node_request, num_spare, now) for source in self._sources)
 
     def _start(self, node_request: NodeRequest) -> bool:
-        if not self._room.start(node_request):
+        if not self._admission.start(node_request):
             return False
-        self._tier.note_start(node_request)
+        for source in self._sources:
+            source.started(node_request)
         return True
 
     def expected_step_s(self, works: Sequence[Work]) -> float:
@@ -455,18 +445,16 @@ class NodeLogic:
         ]
         if step_tokens.tokens:
             self._endings.tell(step_tokens=step_tokens)
-        self._hand_overs.note_read(node_requests, now)
+        self._outgoing.note_prefilled(node_requests, now)
         self._tell_progress(node_requests)
         for node_request in ended:
             self._endings.end(node_request)
-        for node_request in node_requests:
-            if self._distributed_kv.is_recalled(node_request):
-                self._writing.give_way(node_request)
-            self._distributed_kv.check(node_request, now, step_s)
+        for source in self._step_sources:
+            source.after_step(node_requests, step_s, now)
         for node_request, taken in given:
             if taken:
                 self._answers.end_without_token(node_request, taken[-1], now)
-        self._migrations.note_written(node_request for node_request, taken in given if taken and taken[-1].is_token)
+        self._outgoing.note_decoded(node_request for node_request, taken in given if taken and taken[-1].is_token)
         self._settle_step(node_requests)
 
     def _tell_progress(self, node_requests: Sequence[NodeRequest]) -> None:
@@ -494,7 +482,7 @@ class NodeLogic:
         has_candidates = any(work.candidates for work in works)
         if not has_candidates:
             self._rates.add(load.num_prompt_tokens, load.num_answers, step_s)
-            self._reading.took(load, step_s, now)
+            self._prefill.took(load, step_s, now)
         if not load.num_prompt_tokens:
             self.speculation.took(works, nums_given, step_s)
         num_more = sum(nums_given) - len(works) if has_candidates else 0
@@ -523,49 +511,44 @@ class NodeLogic:
     # ---- transfers ----
 
     def granted(self, epoch: int, descriptor: bytes) -> None:
-        """Report the descriptor of a `Receive` or `Borrow`, for which every rank is ready."""
-        if epoch in self._prefix_fetches:
-            self._prefix_fetches.granted(epoch, descriptor)
-        else:
-            self._hand_overs.granted(epoch, descriptor)
+        """Report the descriptor of a `Receive` or `FetchPrefix`, for which every rank is ready."""
+        self._transfers.granted(epoch, descriptor)
 
     def coming(self, epoch: int) -> None:
-        """Note that the sender of a `Receive` or `Borrow` has begun."""
-        self._hand_overs.coming(epoch)
+        """Note that the sender of a `Receive` or `FetchPrefix` has begun."""
+        self._transfers.coming(epoch)
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
-        """Record the end of a `Receive` or `Borrow`."""
-        if epoch in self._prefix_fetches:
-            self._prefix_fetches.received(epoch, result, now)
-        else:
-            self._hand_overs.received(epoch, result, now)
+        """Record the end of a `Receive` or `FetchPrefix`."""
+        self._transfers.received(epoch, result, now)
         self._grant()
 
     def caught_up(self, epoch: int) -> None:
         """Note that all ready blocks of a `Send` have left."""
-        self._migrations.caught_up(epoch)
+        self._transfers.caught_up(epoch)
 
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
-        """Record the end of a `Send` or `Lend`."""
-        if epoch in self._prefix_sends:
-            self._prefix_sends.sent(epoch, result)
-        else:
-            transfers = self._migrations if epoch in self._migrations else self._hand_overs
-            transfers.sent(epoch, result, now)
+        """Record the end of a `Send`."""
+        self._transfers.sent(epoch, result, now)
         self._grant()
+
+    # ---- KV outside the pool, for a node with KV offload or distributed KV ----
 
     def loaded(self, load_id: int, num_good: int, now: float) -> None:
         """Record the end of a `Load`: the leading `num_good` blocks are loaded on every rank."""
-        self._tier.loaded(load_id, num_good, now)
+        assert self.kv_offload is not None
+        self.kv_offload.loaded(load_id, num_good, now)
         self._grant()
 
     def lost(self, slots: Sequence[int]) -> None:
         """Record that these KV offload slots hold nothing, because blocks of a `Spill` could not be copied."""
-        self._tier.lost(slots)
+        assert self.kv_offload is not None
+        self.kv_offload.lost(slots)
 
     def opened(self, node_request: NodeRequest, remote_kv: Opened | None, now: float) -> None:
-        """Record the end of an `OpenRemoteKV`. `remote KV` is None if no KV holder had room."""
-        self._distributed_kv.opened(node_request, remote_kv, now)
+        """Record the end of an `OpenRemoteKV`. `remote_kv` is None if no KV holder had room."""
+        assert self.distributed_kv is not None
+        self.distributed_kv.opened(node_request, remote_kv, now)
         self._grant()
 
     def host(self, number: int, most_tiles: int, asker: Asker, now: float) -> list[int]:
@@ -573,52 +556,32 @@ class NodeLogic:
 
         If the request asks again, room is made for it.
         """
-        if self.is_draining or not self._room.may_host(asker.age):
+        if self.is_draining or self.distributed_kv is None:
             return []
-        block_ids = self._lease(number, most_tiles, asker.age)
-        if block_ids:
-            self._claim.serve(asker.age, now, asker.step_s)
-        elif asker.is_again and self.hosting.may_grow_for(asker.age):
-            self._claim.put(asker.age, now, asker.step_s)
+        block_ids = self.distributed_kv.host(number, most_tiles, asker, now)
         self._grant()
         return block_ids
-
-    def _lease(self, number: int, most_tiles: int, age: int) -> list[int]:
-        """Lease blocks for tiles of another node's request.
-
-        Younger requests of this node that wait for remote blocks themselves are preempted, so that two nodes do not
-        wait for each other. If an older remote request waits for blocks, only the surplus is given.
-        """
-        is_first = age <= self._claim.age
-        block_ids = self.hosting.lease(number, most_tiles, age, num_spare=0 if is_first else self.hosting.blocks_each)
-        while not block_ids and is_first and self.hosting.may_grow:
-            if (younger := self._distributed_kv.youngest_held_up(age)) is None:
-                break
-            self._writing.give_way(younger)
-            block_ids = self.hosting.lease(number, most_tiles, age)
-        return block_ids
-
-    def _recall(self, number: int) -> None:
-        self._endings.decide(RecallRemoteKV(number))
 
     def hosted(self, number: int) -> None:
         """Release the blocks of another node's request."""
-        self.hosting.release(number)
+        assert self.distributed_kv is not None
+        self.distributed_kv.hosting.release(number)
         self._grant()
+
+    # ---- time ----
 
     def tick(self, now: float) -> None:
         """End waits that have passed their deadline."""
-        self._hand_overs.tick(now)
-        self._tier.tick(now)
-        self._prefix_fetches.tick(now)
-        self._distributed_kv.tick(now)
-        self._claim.tick(now)
+        self._incoming.tick(now)
+        self._outgoing.tick(now)
+        for source in self._sources:
+            source.tick(now)
         self._grant()
 
     def _grant(self) -> None:
-        self._room.slot()
-        for node_request in self._room.grant():
-            self._hand_overs.receive(node_request)
+        self._admission.slot()
+        for node_request in self._admission.grant():
+            self._incoming.receive(node_request)
 
     def refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
         """Report that an attempt is refused."""

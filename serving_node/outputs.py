@@ -27,11 +27,13 @@ class Endings:
         self._node_requests = node_requests
         self._leases = leases
         self._decisions: list[Decision] = []
+        self.decide_first: Callable[[], list[Decision]] | None = None
+        """Returns the decisions that must come before all others of the same `take`."""
 
     def take(self) -> list[Decision]:
         """Return the decisions since the last call, in order."""
         decisions, self._decisions = self._decisions, []
-        return decisions
+        return decisions if self.decide_first is None else [*self.decide_first(), *decisions]
 
     def decide(self, decision: Decision) -> None:
         self._decisions.append(decision)

@@ -26,8 +26,10 @@ from serving_core.node.leases import Leases, PrefixFetch
 from serving_core.node.prefix import BlockNames, root_name
 from serving_core.node.requests import NodeRequest, Offer
 from serving_node.decisions import CancelTransfer, FetchPrefix, FinishSend, Send
+from serving_node.kv_offload import KVOffload
 from serving_node.outputs import Endings
-from serving_node.second_tier import SecondTier
+from serving_node.sources import KVSource
+from serving_node.transfers import Transfer, Transfers
 
 MAX_PREFIX_FETCHES: Final = 16  # at a time
 
@@ -44,10 +46,14 @@ class _PrefixFetch:
     cancelled: fleet_pb2.Attempt | None = None  # by the coordinator, which waits for the acknowledgement
 
 
-class PrefixFetchesHere:
+class PeerFetch(KVSource):
     """Track remote prefix fetches to this node."""
 
-    def __init__(self, leases: Leases, reading: Reading, endings: Endings, block_bytes: int) -> None:
+    kind = "remote prefix fetch"
+
+    def __init__(
+        self, leases: Leases, reading: Reading, endings: Endings, transfers: Transfers, block_bytes: int
+    ) -> None:
         """Create an empty tracker.
 
         `block_bytes` is the size of one block over all ranks and layers.
@@ -55,12 +61,9 @@ class PrefixFetchesHere:
         self._leases = leases
         self._reading = reading
         self._endings = endings
+        self._transfers = transfers
         self._block_bytes = block_bytes
         self._under_way: dict[int, _PrefixFetch] = {}  # by epoch
-
-    def __contains__(self, epoch: int) -> bool:
-        """Return whether the transfer of this epoch is a fetch to this node."""
-        return epoch in self._under_way
 
     @property
     def held(self) -> dict[int, BlockLease]:
@@ -72,7 +75,7 @@ class PrefixFetchesHere:
         """Return when the next `tick` is due, or None."""
         return min((_late_at_s(each) for each in self._under_way.values() if not each.is_over), default=None)
 
-    def holds_up(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
+    def must_wait(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
         """Return whether a prompt that might start must wait for fetched blocks; begin the fetch that it was offered.
 
         The start of the prompt must leave `num_spare` blocks free.
@@ -94,22 +97,17 @@ class PrefixFetchesHere:
         self._begin(node_request, offer, num_tokens, now)
         return True
 
-    def granted(self, epoch: int, descriptor: bytes) -> None:
-        """Tell the coordinator the descriptor by which the source may send, as every rank is ready.
-
-        The epoch must be of a fetch under way. A fetch whose request is ending is given up instead, and nothing is told
-        of one that is over.
-        """
-        fetch = self._under_way[epoch]
+    def _granted(self, fetch: _PrefixFetch, descriptor: bytes) -> None:
+        """Report the descriptor by which the source may send, or give up the fetch of a request that is ending."""
         if fetch.node_request.is_ending:
             self._give_up(fetch)
         elif not fetch.is_over:
             wire = attempt_of(fetch.node_request.request)
             self._endings.tell(prefix_fetch_begun=fleet_pb2.PrefixFetchBegun(attempt=wire, descriptor=descriptor))
 
-    def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
+    def _received(self, fetch: _PrefixFetch, result: Received | TransferFailed, now: float) -> None:
         """Record the end of a fetch: its blocks are not written any more."""
-        fetch = self._under_way.pop(epoch)
+        del self._under_way[fetch.offer.epoch]
         num_blocks = self._adopt(fetch, result) if isinstance(result, Received) else 0
         fetch.prefix_fetch.lease.release()
         self._let_start(fetch)
@@ -124,7 +122,7 @@ class PrefixFetchesHere:
         if fetch.cancelled is not None:
             self._endings.tell(cancelled=fleet_pb2.Cancelled(attempt=fetch.cancelled))
 
-    def cancel(self, attempt: fleet_pb2.Attempt) -> bool:
+    def cancel_fetch(self, attempt: fleet_pb2.Attempt) -> bool:
         """Cancel a fetch whose source sends nothing. Return False if the attempt is no fetch."""
         fetch = self._under_way.get(attempt.epoch)
         if fetch is None:
@@ -146,7 +144,9 @@ class PrefixFetchesHere:
 
     def _begin(self, node_request: NodeRequest, offer: Offer, num_tokens: int, now: float) -> None:
         prefix_fetch = self._leases.begin_prefix_fetch(node_request, num_tokens)
-        self._under_way[offer.epoch] = _PrefixFetch(node_request, offer, prefix_fetch, now)
+        self._under_way[offer.epoch] = fetch = _PrefixFetch(node_request, offer, prefix_fetch, now)
+        transfer = Transfer(on_granted=partial(self._granted, fetch), on_received=partial(self._received, fetch))
+        self._transfers.begin(offer.epoch, transfer)
         self._endings.decide(FetchPrefix(offer, prefix_fetch.lease.block_ids, prefix_fetch.lease.num_cached))
 
     def _adopt(self, fetch: _PrefixFetch, received: Received) -> int:
@@ -192,20 +192,27 @@ class _Asked(NamedTuple):
     token_ids: list[int]  # tokens of the blocks that the other node has reserved
 
 
-class PrefixSends:
+class PeerServe(KVSource):
     """Track remote prefix fetches from this node by other nodes."""
 
-    def __init__(self, leases: Leases, tier: SecondTier, endings: Endings, fingerprint: Mapping[str, str]) -> None:
+    kind = "remote prefix fetch of another node"
+
+    def __init__(
+        self,
+        leases: Leases,
+        offload: KVOffload | None,
+        endings: Endings,
+        transfers: Transfers,
+        fingerprint: Mapping[str, str],
+    ) -> None:
+        """Create an empty tracker. Blocks in `offload` are read back before they are sent."""
         self._leases = leases
-        self._tier = tier
+        self._offload = offload
         self._endings = endings
+        self._transfers = transfers
         self._fingerprint = fingerprint
         self._awaited: dict[int, _Asked] = {}  # by epoch: waiting for blocks from KV offload
         self._under_way: dict[int, tuple[fleet_pb2.Attempt, BlockLease]] = {}  # by epoch
-
-    def __contains__(self, epoch: int) -> bool:
-        """Return whether the transfer of this epoch is a fetch from this node."""
-        return epoch in self._under_way
 
     @property
     def held(self) -> dict[int, BlockLease]:
@@ -227,11 +234,12 @@ class PrefixSends:
             return
         self._awaited[epoch] = asked
         num_known, on_end = asked.descriptor.num_cached_blocks, partial(self._send, asked)
-        if not self._tier.fetch(asked.names, asked.token_ids, num_known, num_spare, now, on_end):
+        if self._offload is None or not self._offload.fetch(
+            asked.names, asked.token_ids, num_known, num_spare, now, on_end
+        ):
             self._send(asked)
 
-    def sent(self, epoch: int, result: Sent | TransferFailed) -> None:
-        """Record the end of a fetch."""
+    def _sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
         attempt, lease = self._under_way.pop(epoch)
         lease.release()
         if isinstance(result, TransferFailed):
@@ -271,6 +279,7 @@ class PrefixSends:
             self._fail(asked.send_prefix.attempt, "the node holds no more of the tokens than the other one")
             return
         self._under_way[epoch] = asked.send_prefix.attempt, lease
+        self._transfers.begin(epoch, Transfer(on_sent=partial(self._sent, epoch)))
         block_ids = lease.block_ids[: len(makers)]
         self._endings.decide(Send(epoch, asked.send_prefix.descriptor, block_ids))
         self._endings.decide(FinishSend(epoch, block_ids, to_tail([], makers)))

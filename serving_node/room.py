@@ -23,7 +23,6 @@ from serving_core.node.costs import StepCosts
 from serving_core.node.leases import Leases
 from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
 from serving_node.cap import Cap, num_blocks_of
-from serving_node.claims import Claim, Hosting
 
 HOLDING: Final = (RequestState.RUNNING, RequestState.RECEIVING_KV, RequestState.PREFILLING)
 SLOTED: Final = (RequestState.RUNNING, RequestState.RECEIVING_KV, RequestState.FROZEN)
@@ -42,6 +41,18 @@ def credit_order(node_request: NodeRequest) -> tuple[int, int, int]:
     return 1 if due_s(node_request) < math.inf else 2, node_request.priority, node_request.age
 
 
+class Reserve:
+    """Keep blocks free beside those that requests of this node get. This one keeps none."""
+
+    def gate(self, num_blocks: Callable[[NodeRequest], int]) -> Callable[[NodeRequest], bool]:
+        """Return a function that tells, for requests in turn, whether they leave enough blocks."""
+        return lambda node_request: True
+
+    def held_back_from(self) -> float:
+        """Return the age from which requests leave blocks free; inf without a restriction."""
+        return math.inf
+
+
 class Room:
     """Allocate the blocks and running slots of one node to prefill and decode."""
 
@@ -53,8 +64,6 @@ class Room:
         credit: Credit,
         writing: Writing,
         costs: StepCosts,
-        claim: Claim,
-        hosting: Hosting,
         num_slots: int,
     ) -> None:
         self._node_requests = node_requests
@@ -63,14 +72,12 @@ class Room:
         self._credit = credit
         self._writing = writing
         self._costs = costs
-        self._claim = claim
-        self._hosting = hosting
         self._cap = Cap(node_requests, leases, reading, writing)
         self.num_slots = num_slots  # may change; a request keeps its slot
         self._next_without: NodeRequest | None = None  # the next request to get credit, which lacks blocks
         self._sharers: list[NodeRequest] = []  # get credit after requests that bring the same leading blocks
         self._preferred: NodeRequest | None = None  # others were preempted for it
-        self._recalled_for: set[NodeRequest] = set()  # remote KV was recalled for them
+        self.reserve = Reserve()  # of blocks for other nodes
 
     def grant(self) -> Iterator[NodeRequest]:
         """Grant credit in `credit_order`, and yield the requests that get it.
@@ -81,9 +88,9 @@ class Room:
         self._next_without, self._sharers = None, []
         if self.num_running() >= self.num_slots and not self._unready_grants():  # however many requests wait
             return
-        leaves_enough = self._claim.gate(self._credit.num_to_hold)
+        leaves_enough = self.reserve.gate(self._credit.num_to_hold)
         for node_request in sorted(self._node_requests.in_state(RequestState.WAITING_FOR_BLOCKS), key=credit_order):
-            if node_request.is_ending or self._is_behind(node_request.age) or not leaves_enough(node_request):
+            if node_request.is_ending or self.is_behind(node_request.age) or not leaves_enough(node_request):
                 continue
             num_promised, num_promised_slots = self._promised_before(node_request)
             has_slot = self.num_running() + num_promised_slots + len(self._sharers) < self.num_slots
@@ -175,7 +182,7 @@ class Room:
         decode here wait if sequences beside them would miss their TPOT. `holds_up` tells whether a prompt waits for
         cached blocks, given the blocks to be left free.
         """
-        leaves_enough = self._claim.gate(self._reading.num_needed)
+        leaves_enough = self.reserve.gate(self._reading.num_needed)
         is_full, capped = False, math.inf  # prompts for other nodes wait from this age on
 
         def may_start(node_request: NodeRequest) -> bool:
@@ -217,9 +224,9 @@ class Room:
         For a node that has nothing to compute. Returns whether blocks came free at once; those of a revoked credit come
         free later.
         """
-        if any(_lets_go_soon(each) for each in self._node_requests):
+        if self.comes_any_free_soon:
             return False
-        held_back_from = self._claim.held_back_from()
+        held_back_from = self.reserve.held_back_from()
         for node_request in self._node_requests.in_state(*LACKING):
             if node_request.age > held_back_from:
                 break
@@ -233,43 +240,20 @@ class Room:
                 return not victim.is_revoked
         return False
 
-    def stranded(self, makes_room_for: Callable[[NodeRequest], bool]) -> NodeRequest | None:
-        """Return the oldest request that cannot get enough blocks beside the distributed KV of other nodes.
+    @property
+    def comes_any_free_soon(self) -> bool:
+        """Return whether blocks of any request come free without another request or a step of this node."""
+        return any(map(_lets_go_soon, self._node_requests))
 
-        For a node that has nothing to compute and nothing to preempt. None if there is no such request.
-        `makes_room_for` tells whether a request's own KV holders may yet free blocks.
-        """
-        hosting = self._hosting
-        if not hosting.num_blocks or hosting.is_recalling or any(_lets_go_soon(each) for each in self._node_requests):
-            return None
-        num_left = self._leases.num_blocks - hosting.num_blocks
-        waiting = [each for each in self._node_requests.in_state(*LACKING) if not makes_room_for(each)]
-        return next((each for each in waiting if self._lacks_room(each) and self._num_blocks_of(each) > num_left), None)
+    def lacking(self) -> Iterator[NodeRequest]:
+        """Iterate over the requests that could continue if others were preempted, oldest first."""
+        return (each for each in self._node_requests.in_state(*LACKING) if self._lacks_room(each))
 
-    def recall(self, node_request: NodeRequest) -> bool:
-        """Recall distributed KV of the youngest remote requests for a stranded request.
-
-        The blocks come free soon, for this request. Returns False, and recalls nothing, if that would not be enough or
-        the KV is of older requests.
-        """
-        num_left = self._leases.num_blocks - self._hosting.num_firm(node_request.age)
-        if self._num_blocks_of(node_request) > num_left:
-            return False
+    def prefer(self, node_request: NodeRequest) -> None:
+        """Keep the blocks that come free from now on for this request, until it has enough."""
         self._preferred = node_request
-        self._recalled_for.add(node_request)
-        self._hosting.recall()
-        return True
 
-    def may_host(self, age: int) -> bool:
-        """Return whether tiles of a remote request of this age may be placed here.
-
-        False while requests are preempted for an older one, or while a request is here for which tiles were recalled:
-        they would be recalled again, with all their computation.
-        """
-        self._recalled_for.intersection_update(self._node_requests)
-        return not self._is_behind(age) and not any(each.age < age for each in self._recalled_for)
-
-    def _num_blocks_of(self, node_request: NodeRequest) -> int:
+    def num_blocks_for(self, node_request: NodeRequest) -> int:
         """Return the blocks that a request needs to continue, including the blocks it has."""
         if node_request.state is RequestState.WAITING:
             return self._reading.num_needed(node_request)
@@ -310,9 +294,9 @@ class Room:
     def _waits_for_older(self, node_request: NodeRequest) -> bool:
         """Return whether an older request waits for blocks that this request would take."""
         older = self._next_without
-        return (older is not None and older.age < node_request.age) or self._is_behind(node_request.age)
+        return (older is not None and older.age < node_request.age) or self.is_behind(node_request.age)
 
-    def _is_behind(self, age: int) -> bool:
+    def is_behind(self, age: int) -> bool:
         """Return whether an older request, for which others were preempted, still has no blocks."""
         preferred = self._preferred
         if preferred is None or preferred not in self._node_requests or not self._waits(preferred):

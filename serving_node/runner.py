@@ -29,7 +29,6 @@ from serving_core.process.memory import resident_bytes
 from serving_core.requests import Guide
 from serving_core.shapes import preset
 from serving_core.tasks import first_to_end
-from serving_node.claims import most_hosted_tokens
 from serving_node.compiling import Compiling
 from serving_node.decisions import (
     Beat,
@@ -48,17 +47,18 @@ from serving_node.decisions import (
     Spill,
     Tell,
 )
+from serving_node.distributed_kv.ends import RemoteKVEnds, tile_tokens
+from serving_node.distributed_kv.holder import most_hosted_tokens
 from serving_node.drafting import draft_model_of
 from serving_node.grants import Grants
+from serving_node.kv_offload import NO_OFFLOAD, OffloadPlan
 from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
 from serving_node.outputs import StepCounts
 from serving_node.ranks.leading import Followers
 from serving_node.ranks.tiers import NodeTier
 from serving_node.ranks.transfers import NodeTransfers
-from serving_node.remote_kv_ends import RemoteKVEnds, tile_tokens
 from serving_node.reports import new_incarnation, node_info, rank_loads
-from serving_node.second_tier import NO_TIER, TierPlan
 from serving_node.settings import OFF, NodeSettings
 from serving_node.stepping import Stepping
 
@@ -82,7 +82,7 @@ class NodeRunner:
         link: FleetLink,
         rates: StepRates,
         store: TierStore | None = None,
-        tier: TierPlan = NO_TIER,
+        tier: OffloadPlan = NO_OFFLOAD,
         drafter: Drafter | None = None,
     ) -> None:
         """Create the runner from `resolved` settings.

@@ -29,6 +29,7 @@ from serving_node.draft_model import draft_bytes, draft_engine
 from serving_node.exposition import NodeExposition
 from serving_node.exposure import is_encrypted
 from serving_node.health import FOLLOWER_STATES, health_port, node_states
+from serving_node.kv_offload import NO_OFFLOAD, OffloadPlan
 from serving_node.link import FleetLink
 from serving_node.metrics_server import MetricsServer
 from serving_node.process import serve
@@ -37,7 +38,6 @@ from serving_node.ranks.leading import Followers, Leader
 from serving_node.ranks.transfers import FollowerTransfers
 from serving_node.reports import rank_load
 from serving_node.runner import NodeRunner
-from serving_node.second_tier import NO_TIER, TierPlan
 from serving_node.settings import NodeSettings
 
 logger = logging.getLogger(__name__)
@@ -110,14 +110,14 @@ async def _told(settings: NodeSettings, exposition: NodeExposition) -> AsyncIter
 
 
 @asynccontextmanager
-async def _second_tier(settings: NodeSettings, engine: Engine) -> AsyncIterator[tuple[TierStore | None, TierPlan]]:
+async def _second_tier(settings: NodeSettings, engine: Engine) -> AsyncIterator[tuple[TierStore | None, OffloadPlan]]:
     """Yield this rank's KV offload store and the plan for rank 0.
 
     Every rank has the same number of slots, computed from the largest block of all ranks. Raises SettingsError.
     """
     tier = settings.tier
     if not tier.kv_host_bytes and not tier.kv_disk_bytes:
-        yield None, NO_TIER
+        yield None, NO_OFFLOAD
         return
     all_bytes = engine.group.exchange(engine.layout.block_bytes.to_bytes(8, "big"))
     block_bytes = max(int.from_bytes(each, "big") for each in all_bytes)
@@ -131,7 +131,7 @@ async def _second_tier(settings: NodeSettings, engine: Engine) -> AsyncIterator[
     with closing(on_all_ranks(engine.group, SettingsError, store_of_rank, TierStore.close)) as store:
         host_s, disk_s = store.probe()
         logger.info("second tier: %d blocks in memory, %d in a file", num_host, num_disk)
-        yield store, TierPlan(num_host, num_disk, host_s, disk_s, reads_always=tier.kv_read_back == "always")
+        yield store, OffloadPlan(num_host, num_disk, host_s, disk_s, reads_always=tier.kv_read_back == "always")
 
 
 async def _follow(

@@ -122,7 +122,6 @@ class Outgoing:
 
     waiting_since_s: float = 0.0  # for a transfer descriptor, or for a command to resume or end
     is_sending: bool = False  # a rank may read the blocks
-    descriptor: bytes = b""  # transfer descriptor of the transfer under way
     next_descriptor: bytes = b""  # a descriptor that came while the transfer of a revoked one was ending
     tail: Sequence[int] = ()  # tokens that the other node does not know; they follow the last block
     num_evictions: int = 0

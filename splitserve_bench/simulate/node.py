@@ -34,8 +34,8 @@ from serving_node.decisions import (
     Spill,
     Tell,
 )
+from serving_node.kv_offload import OffloadPlan
 from serving_node.logic import Limits, NodeLogic
-from serving_node.second_tier import TierPlan
 from serving_node.settings import NodeSettings
 from splitserve_bench.simulate.costs import NO_NOISE, Costs, Machine, Noise, Progress, StepLoad, load_of
 from splitserve_bench.simulate.events import Agenda, Line, ToyModel
@@ -346,5 +346,5 @@ def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs)
         eos_token_ids=(),
         rates=StepRates(costs.prefill_tokens_per_s),
         costs=StepCosts(costs.prefill_tokens_per_s),
-        tier=TierPlan(tier.num_host_blocks, tier.num_disk_blocks, tier.host_block_s, tier.disk_block_s),
+        tier=OffloadPlan(tier.num_host_blocks, tier.num_disk_blocks, tier.host_block_s, tier.disk_block_s),
     )

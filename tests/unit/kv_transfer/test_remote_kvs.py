@@ -16,7 +16,7 @@ from kv_transfer.results import RemoteKVRecalled, TransferError
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
 from serving_core.node.blocks import BlockAllocator
-from serving_node.claims import Hosting
+from serving_node.distributed_kv.holder import Hosting
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, block_size=8, dtype="float32")
 KEY = bytes(range(KEY_BYTES))

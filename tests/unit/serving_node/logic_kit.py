@@ -29,8 +29,8 @@ from serving_node.decisions import (
     Spill,
     Tell,
 )
+from serving_node.kv_offload import NO_OFFLOAD
 from serving_node.logic import Limits, NodeLogic
-from serving_node.second_tier import NO_TIER
 from tests.toy_kv import FINGERPRINT, HERE, NUM_TOKEN_IDS, ToyKV, answer_of
 
 BLOCK_SIZE = 4
@@ -86,8 +86,9 @@ class Node:
         costs=None,
         candidates=0,
         draft_model=None,
-        tier=NO_TIER,
+        tier=NO_OFFLOAD,
         eos_token_id=NEVER,
+        tile_tokens=0,
     ):
         self.name = name
         self.origin = origin
@@ -98,7 +99,16 @@ class Node:
         self.logic = NodeLogic(
             self.allocator,
             LAYOUT,
-            Limits(budget, slots, max_num_queued, credit_timeout_s, descriptor_timeout_s, candidates, draft_model),
+            Limits(
+                budget,
+                slots,
+                max_num_queued,
+                credit_timeout_s,
+                descriptor_timeout_s,
+                candidates,
+                draft_model,
+                tile_tokens,
+            ),
             preset(role, max_num_batched_tokens=budget, max_num_seqs=slots),
             block_bytes=BLOCK_BYTES,
             fingerprint=FINGERPRINT,

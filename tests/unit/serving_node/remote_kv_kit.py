@@ -10,7 +10,7 @@ from serving_core.node.costs import StepCosts, StepRates
 from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.shapes import preset
 from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RecallRemoteKV, Tell
-from serving_node.distributed_kv import RETRY_S
+from serving_node.distributed_kv.source import RETRY_S
 from serving_node.logic import Limits, NodeLogic
 from tests.toy_kv import FINGERPRINT, HERE
 from tests.unit.serving_node.logic_kit import LAYOUT, prompt_of

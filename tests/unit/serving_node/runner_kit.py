@@ -15,9 +15,9 @@ from protos import convert, fleet_pb2
 from serving_core.node.costs import StepRates
 from serving_core.requests import Request, SamplingParams
 from serving_core.settings import EngineSettings
+from serving_node.kv_offload import OffloadPlan
 from serving_node.ranks.leading import Followers
 from serving_node.runner import NodeRunner
-from serving_node.second_tier import TierPlan
 from serving_node.settings import NodeSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model
 
@@ -120,7 +120,7 @@ class Harness:
             self,
             self.rates,
             self.tier,
-            TierPlan(num_host=num_tier_blocks, reads_always=True),
+            OffloadPlan(num_host=num_tier_blocks, reads_always=True),
         )
 
     def send(self, **event):

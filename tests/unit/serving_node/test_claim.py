@@ -3,7 +3,7 @@
 import pytest
 
 from serving_core.node.requests import Outgoing, RequestState
-from serving_node.claims import HOLD_S, LAPSE_S, Claim, Hosting
+from serving_node.distributed_kv.holder import HOLD_S, LAPSE_S, Claim, Hosting
 from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 
 

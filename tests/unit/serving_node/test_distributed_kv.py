@@ -16,12 +16,12 @@ from serving_core.net.tls import TlsSettings
 from serving_core.node.blocks import BlockAllocator
 from serving_core.node.requests import Distributed, Host, RequestState
 from serving_core.settings import EngineSettings
-from serving_node.claims import HOLD_S, LAPSE_S, MOST_STEP_S, Hosting
 from serving_node.decisions import OpenRemoteKV
-from serving_node.distributed_kv import PATIENCE_S, RETRY_S
+from serving_node.distributed_kv.ends import RemoteKVEnds, tile_tokens
+from serving_node.distributed_kv.holder import HOLD_S, LAPSE_S, MOST_STEP_S, Hosting
+from serving_node.distributed_kv.source import PATIENCE_S, RETRY_S
 from serving_node.exposure import check_network
 from serving_node.link import LinkSettings
-from serving_node.remote_kv_ends import RemoteKVEnds, tile_tokens
 from serving_node.settings import NodeSettings
 from tests.tls_kit import authority, flags_of
 from tests.unit.serving_node.logic_kit import LAYOUT
@@ -165,7 +165,7 @@ def test_nobody_gives_way_to_a_younger_one_nor_in_vain(age, num_hosted):
     node.put(0)
     assert bool(node.host(1, age)) == bool(num_hosted)
     assert (long.state is RequestState.WAITING) == bool(num_hosted)
-    node.logic.hosting.release(2)
+    node.logic.distributed_kv.hosting.release(2)
     assert len(node.host(9, age=2)) == 6 * num_hosted  # three quarters, or nothing
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from serving_core import reasons
 from serving_core.node.requests import RequestState
-from serving_node.claims import HOLD_S
-from serving_node.distributed_kv import RETRY_S
+from serving_node.distributed_kv.holder import HOLD_S
+from serving_node.distributed_kv.source import RETRY_S
 from tests.effort import few
 from tests.unit.serving_node.logic_kit import LAYOUT
 from tests.unit.serving_node.remote_kv_kit import Fellows, LongNode

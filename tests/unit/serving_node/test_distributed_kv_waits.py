@@ -7,8 +7,8 @@ import pytest
 from kv_transfer.results import TransferFailed
 from serving_core.node.requests import RequestState
 from serving_core.requests import MEAN, Pooling
-from serving_node.claims import HOLD_S
-from serving_node.distributed_kv import PATIENCE_S, RETRY_S
+from serving_node.distributed_kv.holder import HOLD_S
+from serving_node.distributed_kv.source import PATIENCE_S, RETRY_S
 from tests.unit.serving_node.logic_kit import LAYOUT
 from tests.unit.serving_node.remote_kv_kit import TILE, Fellows, LongNode
 

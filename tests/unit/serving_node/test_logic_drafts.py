@@ -163,7 +163,7 @@ def test_one_that_moves_or_ends_leaves_nothing():
 
 def test_nothing_is_written_ahead_of_one_that_may_have_blocks_elsewhere():
     """It would have no candidates."""
-    node = DraftingNode()
+    node = DraftingNode(tile_tokens=4 * BLOCK_SIZE)
     node.writes("a", PROMPT, max_tokens=NUM_TOKENS)
     (node_request,) = node.logic.node_requests
     node_request.distributed = Distributed((Host("host:1", b""),))

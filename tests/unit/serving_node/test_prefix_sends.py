@@ -7,7 +7,7 @@ import pytest
 
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2
-from serving_node.second_tier import LOAD_DEADLINE_S, MAX_FETCHED, MAX_LOADS, TierPlan
+from serving_node.kv_offload import LOAD_DEADLINE_S, MAX_FETCHED, MAX_LOADS, OffloadPlan
 from tests.effort import few
 from tests.toy_kv import ORIGINS, answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, Node, a_descriptor, prompt_of
@@ -237,7 +237,7 @@ def test_what_is_there_meanwhile_is_not_asked_for():
 
 def test_the_second_tier_comes_first():
     """Its blocks are nearer; what it lacks is not asked for where it holds as much."""
-    tier = TierPlan(num_host=16, host_s=0.001, reads_always=True)
+    tier = OffloadPlan(num_host=16, host_s=0.001, reads_always=True)
     reader = source(num_blocks=9, tier=tier)
     reader.local("other", prompt_of(35, first=2), salt="", max_tokens=1)
     reader.steps()
@@ -250,7 +250,7 @@ def test_the_second_tier_comes_first():
 def lender_with_a_tier(num_free=9, costs=None, **options):
     """Whose pool of 9 blocks has given up what it wrote, so that it lies in the second tier; of that pool so many are
     not in use."""
-    tier = TierPlan(num_host=16, **{"host_s": 0.001, "reads_always": True, **options})
+    tier = OffloadPlan(num_host=16, **{"host_s": 0.001, "reads_always": True, **options})
     node = source(num_blocks=9, tier=tier, costs=costs)
     node.local("other", prompt_of(35, first=2), salt="", max_tokens=1)
     node.steps()
@@ -370,7 +370,7 @@ def test_a_coordinator_that_is_gone_ends_what_is_read_back_for_others():
 def test_nothing_wrong_is_lent(seed):
     """Of chats in a pool and a tier too small for them, with reads that find a part."""
     rng = random.Random(seed)
-    tier = TierPlan(rng.randint(0, 6), rng.randint(8, 24), 0.001, 0.001, reads_always=True)
+    tier = OffloadPlan(rng.randint(0, 6), rng.randint(8, 24), 0.001, 0.001, reads_always=True)
     node, chats, num_fetched = Node(origin=ORIGINS[0], num_blocks=14, tier=tier), [], 0
     for number in range(40):
         prompt, num_tokens = prompt_of(40, first=rng.randint(0, 2))[: rng.randint(6, 30)], rng.randint(1, 9)

@@ -8,7 +8,9 @@ from prefill_node.reading import Reading
 from serving_core.node.costs import StepCosts
 from serving_core.node.requests import Host, RequestEvent, RequestState
 from serving_core.slo import Due
-from serving_node.claims import Claim, Hosting
+from serving_node.decisions import RecallRemoteKV
+from serving_node.distributed_kv.source import DistributedKV
+from serving_node.outputs import Endings
 from serving_node.room import Room
 from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 from tests.unit.serving_node.slack_kit import ExactCosts
@@ -25,13 +27,14 @@ class Node(House):
         reading = Reading(self.node_requests, self.leases, StepCosts(), max_num_queued=9)
         self.credit = Credit(self.node_requests, self.leases, max_num_queued=9)
         writing = Writing(self.node_requests, self.leases, self.revoked.append)
-        self.recalled = []
-        tile_tokens = tile_blocks * LAYOUT.block_size
-        self.hosting = Hosting(self.allocator, LAYOUT.block_size, tile_tokens, self.recalled.append)
-        self.claim = Claim(self.node_requests, self.leases, self.hosting)
-        costs = costs or StepCosts()
-        parts = reading, self.credit, writing, costs, self.claim, self.hosting
-        self.room = Room(self.node_requests, self.leases, *parts, num_slots)
+        self.endings = Endings(self.node_requests, self.leases)
+        self.room = Room(
+            self.node_requests, self.leases, reading, self.credit, writing, costs or StepCosts(), num_slots
+        )
+        parts = self.node_requests, self.leases, self.allocator, self.endings
+        self.distributed = DistributedKV(*parts, tile_blocks * LAYOUT.block_size)
+        self.distributed.join(self.room, writing)
+        self.hosting, self.claim = self.distributed.hosting, self.room.reserve
 
     def fill_slots(self):
         return [self.add(f"answer-{age}", age, RequestState.RUNNING, 1) for age in (1, 2)]
@@ -196,8 +199,7 @@ def test_what_needs_more_than_others_leave_is_stranded(stage, num_hosted, num_to
     node = Node(tile_blocks=1)
     node.hosting.lease(1, num_hosted, age=9)
     waiting = node.add("waiting", 5, stage, num_tokens, has_first_token=stage is RequestState.WAITING_FOR_BLOCKS)
-    assert node.room.stranded(lambda _: False) is (waiting if is_stranded else None)
-    assert node.room.stranded(lambda _: True) is None
+    assert node.distributed.stranded() is (waiting if is_stranded else None)
 
 
 @pytest.mark.parametrize(("num_hosted", "is_stranded"), [(10, False), (11, True)])
@@ -208,7 +210,7 @@ def test_what_cannot_grow_by_a_block_beside_others_is_stranded(stage, num_hosted
     hosts = HOSTS if stage is RequestState.PREFILLING else ()
     grown = node.add("grown", 5, stage, 20, num_computed=20, hosts=hosts)
     grown.request.token_ids += [0] * 40 * bool(hosts)  # more than the pool holds
-    assert node.room.stranded(lambda _: False) is (grown if is_stranded else None)
+    assert node.distributed.stranded() is (grown if is_stranded else None)
 
 
 @pytest.mark.parametrize("stage", [RequestState.RUNNING, RequestState.PREFILLING])
@@ -265,9 +267,9 @@ def test_nobody_is_stranded_while_something_comes_free_anyway(stage, facts):
     node = Node()
     node.hosting.lease(1, 1, age=9)
     waiting = node.add("waiting", 5, RequestState.WAITING, 60)
-    assert node.room.stranded(lambda _: False) is waiting
+    assert node.distributed.stranded() is waiting
     node.add("going", 6, stage, 1, **facts)
-    assert node.room.stranded(lambda _: False) is None
+    assert node.distributed.stranded() is None
     assert not node.room.make_way()
 
 
@@ -298,15 +300,15 @@ def test_what_was_recalled_for_an_answer_is_granted_to_no_younger_one():
     node.hosting.lease(1, 11, age=9)
     older = node.add("older", 5, RequestState.RUNNING, 20, num_computed=20)
     node.add("younger", 7, RequestState.WAITING_FOR_BLOCKS, 5)
-    assert node.room.recall(older)
-    assert node.recalled == [1]
+    assert node.distributed.recall(older)
+    assert node.endings.take() == [RecallRemoteKV(1)]
     node.hosting.release(1)
     assert node.granted() == []
     node.leases.grow(older, 1)
     assert node.granted() == ["younger"]
-    assert [node.room.may_host(age) for age in (4, 6)] == [True, False]  # it may grow again
+    assert [node.distributed.may_host(age) for age in (4, 6)] == [True, False]  # it may grow again
     node.node_requests.remove(older)
-    assert node.room.may_host(6)
+    assert node.distributed.may_host(6)
 
 
 @pytest.mark.parametrize("facts", [{}, {"ending": {}}])
@@ -317,4 +319,4 @@ def test_what_others_gave_up_for_an_older_one_is_for_no_tiles(facts):
     node.add("read", 9, RequestState.PREFILLED, 60, only_prefills=True)
     assert node.room.make_way()
     older.ending = facts.get("ending")
-    assert [node.room.may_host(age) for age in (2, 4)] == [True, bool(facts)]
+    assert [node.distributed.may_host(age) for age in (2, 4)] == [True, bool(facts)]

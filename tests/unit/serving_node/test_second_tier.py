@@ -13,15 +13,15 @@ from kv_transfer.distributed_kv.wire import Asker
 from serving_core.node.costs import StepCosts
 from serving_core.node.requests import RequestState
 from serving_core.node.tiers import TierRates
-from serving_node import logic, second_tier
-from serving_node.second_tier import LOAD_DEADLINE_S, SecondTier, TierPlan
+from serving_node import kv_offload, logic
+from serving_node.kv_offload import LOAD_DEADLINE_S, KVOffload, OffloadPlan
 from tests.effort import few
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, Node, prompt_of
 from tests.unit.serving_node.runner_kit import BLOCK_SIZE as RUNNER_BLOCK_SIZE
 from tests.unit.serving_node.runner_kit import answer_on_paper, running, told
 
-ALWAYS = TierPlan(num_host=8, num_disk=16, host_s=0.001, disk_s=0.01, reads_always=True)
+ALWAYS = OffloadPlan(num_host=8, num_disk=16, host_s=0.001, disk_s=0.01, reads_always=True)
 NUM_TILES = 3  # of 256 tokens, that a node holds for another one
 MOST_BLOCKS = 256  # of four tokens
 
@@ -109,7 +109,7 @@ def test_a_damaged_block_is_computed(num_good):
 def test_what_could_not_be_copied_is_copied_another_time(is_told):
     """Two prompts of 12 blocks that drive each other out, of which 4 can be copied at once. Where nobody tells, as of
     what another rank lacks, a read finds out, and then of all that it does not find."""
-    node = Node(num_blocks=14, tier=TierPlan(num_host=40, host_s=0.001, reads_always=True))
+    node = Node(num_blocks=14, tier=OffloadPlan(num_host=40, host_s=0.001, reads_always=True))
     node.most_spilled = 4
     node.tells_lost = is_told
     for turn in range(10):
@@ -145,7 +145,7 @@ def test_what_takes_too_long_is_computed():
 @pytest.mark.parametrize(("token_s", "num_loads"), [(0.0001, 0), (0.1, 1)])
 def test_only_what_is_read_faster_than_computed(token_s, num_loads):
     """Four blocks are 16 tokens, and take 0.04 s to be read."""
-    tier = TierPlan(num_disk=16, disk_s=0.01)
+    tier = OffloadPlan(num_disk=16, disk_s=0.01)
     node = Node(num_blocks=6, tier=tier, costs=StepCosts(1 / token_s))
     node.logic.step_done = lambda works, tokens, step_s, now: type(node.logic).step_done(
         node.logic, works, tokens, 0.0, now
@@ -169,32 +169,32 @@ def made(monkeypatch):
 
         return make
 
-    monkeypatch.setattr(logic, "SecondTier", noted(SecondTier, tiers))
-    monkeypatch.setattr(second_tier, "TierRates", noted(TierRates, rates))
+    monkeypatch.setattr(logic, "KVOffload", noted(KVOffload, tiers))
+    monkeypatch.setattr(kv_offload, "TierRates", noted(TierRates, rates))
     return SimpleNamespace(tiers=tiers, rates=rates)
 
 
 def test_a_prompt_that_cannot_start_yet_finds_once_that_reading_does_not_pay(made):
     """What is not tried for long is tried again, and a prompt that waits is no trial with each step."""
-    node = Node(num_blocks=6, tier=TierPlan(num_disk=16, disk_s=0.01), costs=StepCosts(1000.0))
+    node = Node(num_blocks=6, tier=OffloadPlan(num_disk=16, disk_s=0.01), costs=StepCosts(1000.0))
     ask(node, "a", prompt_of(20))
     ask(node, "b", prompt_of(20, first=1))
     node.local("c", prompt_of(20), salt="")
     (tier,), (rates,), (node_request,) = made.tiers, made.rates, node.logic.node_requests.in_state(RequestState.WAITING)
     rates.add([0], 1.0)
     before_s = rates.expected_s([0])
-    assert not tier.holds_up(node_request, 0, node.now)
+    assert not tier.must_wait(node_request, 0, node.now)
     after_s = rates.expected_s([0])
     assert after_s < before_s
     for _ in range(100):
-        assert not tier.holds_up(node_request, 0, node.now)
+        assert not tier.must_wait(node_request, 0, node.now)
     assert rates.expected_s([0]) == after_s
     assert node.num_loads == 0
 
 
 def test_a_load_that_waits_for_another_one_is_no_slower_for_it(made):
     """One is read behind the other, each block in 0.01 s as expected: what the second one waits is not its own."""
-    node = Node(num_blocks=12, tier=TierPlan(num_disk=64, disk_s=0.01, reads_always=True))
+    node = Node(num_blocks=12, tier=OffloadPlan(num_disk=64, disk_s=0.01, reads_always=True))
     prompts = [prompt_of(20, first=first) for first in (0, 1)]
     for number, prompt in enumerate([*prompts, prompt_of(44, first=2)]):
         ask(node, f"before {number}", prompt)
@@ -244,7 +244,7 @@ def test_one_that_ends_while_it_is_read_back_leaves_nothing(how):
 def test_never_a_wrong_token(seed, is_history_free):
     """Prompts that begin alike, in a pool and a tier too small for them, with reads that end late, early or never."""
     rng = random.Random(seed)
-    tier = TierPlan(rng.randint(0, 6), rng.randint(1, 10), 0.001, 0.001, reads_always=True)
+    tier = OffloadPlan(rng.randint(0, 6), rng.randint(1, 10), 0.001, 0.001, reads_always=True)
     node = Node(num_blocks=14, budget=16, slots=3, tier=tier, is_history_free=is_history_free)
     node.loads_at_once = False
     node.most_spilled = rng.choice([1, 3, 14])

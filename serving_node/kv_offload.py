@@ -20,6 +20,8 @@ from serving_core.node.prefix import BlockNames
 from serving_core.node.requests import NodeRequest, Waiting
 from serving_core.node.tiers import TierIndex, TierRates
 from serving_node.decisions import CancelLoad, Decision, Load, Spill
+from serving_node.outputs import Endings
+from serving_node.sources import KVSource
 
 MAX_LOADS: Final = 4  # at a time
 MAX_FETCHED: Final = 2  # loads from which on none begins for another node, so that own prompts find one free
@@ -27,7 +29,7 @@ LOAD_DEADLINE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class TierPlan:
+class OffloadPlan:
     """Describe the KV offload of one node; without slots there is none."""
 
     num_host: int = 0  # slots in host memory
@@ -37,7 +39,7 @@ class TierPlan:
     reads_always: bool = False  # even where computing is faster
 
 
-NO_TIER: Final = TierPlan()
+NO_OFFLOAD: Final = OffloadPlan()
 
 
 @dataclass(slots=True)
@@ -52,23 +54,28 @@ class _Loading:
     started_s: float
 
 
-class SecondTier:
+class KVOffload(KVSource):
     """Manage the KV offload of one node."""
+
+    kind = "KV offload"
 
     def __init__(
         self,
-        plan: TierPlan,
+        plan: OffloadPlan,
+        index: TierIndex,
         allocator: BlockAllocator,
         leases: Leases,
         reading: Reading,
         costs: StepCosts,
+        endings: Endings,
         block_bytes: int,
     ) -> None:
-        """Create the manager.
+        """Create the manager of the slots of `plan`, which `index` tracks.
 
         `block_bytes` is the size of one block over all ranks and layers.
         """
-        self.index: Final = TierIndex(plan.num_host, plan.num_disk)
+        self._index = index
+        self._endings = endings
         self._plan = plan
         self._allocator = allocator
         self._leases = leases
@@ -79,24 +86,19 @@ class SecondTier:
         self._loads: dict[int, _Loading] = {}
         self._num_loads = 0  # loads begun since the start
         self._last_end_s = 0.0  # end of the last load
-        self._decisions: list[Decision] = []
         self._copied: frozenset[int] = frozenset()  # slots written by the last copies
         self._told = inference_pb2.TierLoad()
-        if self.index.num_slots:
-            allocator.on_evict = self.index.put
+        allocator.on_evict = index.put
+        endings.decide_first = self._spill
 
-    def take_decisions(self) -> list[Decision]:
-        """Return the decisions since the last call.
-
-        Copies of evicted blocks come first, and must be carried out before any other decision.
-        """
-        decisions, self._decisions = self._decisions, []
-        copies = self.index.take_copies()
+    def _spill(self) -> list[Decision]:
+        """Return the copies of evicted blocks, which must be carried out before any other decision."""
+        copies = self._index.take_copies()
         if copies is None:
-            return decisions
+            return []
         self._copied = frozenset(copies.slots)
         self._told.written_bytes += len(copies.slots) * self._block_bytes
-        return [Spill(copies), *decisions]
+        return [Spill(copies)]
 
     @property
     def held(self) -> dict[int, BlockLease]:
@@ -110,21 +112,19 @@ class SecondTier:
 
     def fill(self, load: inference_pb2.NodeLoad) -> None:
         """Fill in the contents and counters of KV offload."""
-        if not self.index.num_slots:
-            return
-        num_host, num_disk = self.index.num_held
+        num_host, num_disk = self._index.num_held
         self._told.host_bytes, self._told.disk_bytes = num_host * self._block_bytes, num_disk * self._block_bytes
         load.tier.SetInParent()
         load.tier.MergeFrom(self._told)
 
-    def holds_up(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
+    def must_wait(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
         """Return whether a prompt that might start must wait for blocks from KV offload.
 
         Begins to read the blocks where that pays. The start must leave `num_spare` blocks free. A prompt is checked
         once each time that it is queued.
         """
         waiting = node_request.waiting
-        if not self.index.num_slots or waiting is None or waiting.has_looked:
+        if waiting is None or waiting.has_looked:
             return False
         if waiting.is_loading:
             return True
@@ -153,7 +153,7 @@ class SecondTier:
         The other node has the first `num_known` blocks. At most as many blocks are read as leave `num_spare` blocks
         free, and only where that pays. `on_end` is called when the blocks are in the pool or will not come.
         """
-        if not self.index.num_slots or len(self._loads) >= MAX_FETCHED:
+        if len(self._loads) >= MAX_FETCHED:
             return False
         in_pool, loaded = self._find(names, token_ids, len(token_ids))
         room = self._allocator.num_free - num_spare - self._allocator.num_needed(len(in_pool), in_pool)
@@ -163,11 +163,14 @@ class SecondTier:
         self._begin(in_pool, loaded, computed_s, now, None, on_end)
         return True
 
-    def note_start(self, node_request: NodeRequest) -> None:
+    def started(self, node_request: NodeRequest) -> None:
         """Count the cache misses of a prompt that has got its blocks."""
-        if self.index.num_slots:
-            num_full = num_cacheable(node_request) // self._leases.block_size
-            self._told.num_misses += num_full - node_request.num_cached_blocks
+        num_full = num_cacheable(node_request) // self._leases.block_size
+        self._told.num_misses += num_full - node_request.num_cached_blocks
+
+    def check_integrity(self) -> None:
+        """Recount the slots from scratch. Raises AssertionError if the counts differ."""
+        self._index.check_integrity()
 
     def loaded(self, load_id: int, num_good: int, now: float) -> None:
         """Record that the leading `num_good` blocks of a load are in the pool on every rank."""
@@ -179,7 +182,7 @@ class SecondTier:
         if num_lost:
             self._told.num_damaged += 1
         for name in load.loaded[num_good:]:  # useless until the first of them is there again
-            self.index.forget(name)
+            self._index.forget(name)
         read_s = now - load.started_s
         self._told.num_hits += num_good
         self._told.read_bytes += num_good * self._block_bytes
@@ -191,20 +194,20 @@ class SecondTier:
     def lost(self, slots: Sequence[int]) -> None:
         """Forget slots to which blocks could not be copied."""
         self._told.written_bytes -= len(self._copied.intersection(slots)) * self._block_bytes
-        self.index.lose(slots)
+        self._index.lose(slots)
 
     def cancel(self, node_request: NodeRequest) -> None:
         """Cancel the loads for which this request waits."""
         for load_id, load in list(self._loads.items()):
             if load.node_request is node_request:
-                self._decisions.append(CancelLoad(load_id))
+                self._endings.decide(CancelLoad(load_id))
                 self._end(load_id)
 
     def tick(self, now: float) -> None:
         """Give up loads that have passed their deadline."""
         for load_id, load in list(self._loads.items()):
             if now >= load.started_s + LOAD_DEADLINE_S:
-                self._decisions.append(CancelLoad(load_id))
+                self._endings.decide(CancelLoad(load_id))
                 self._told.num_late += 1
                 self._note_end(load, now, is_measure=True)
                 self._end(load_id)
@@ -214,7 +217,7 @@ class SecondTier:
         is_in_pool = self._allocator.blocks_by_name.__contains__
         in_pool = self._leases.names_in(names, token_ids, num_tokens, is_in_pool)  # looked up again now
         held = self._leases.names_in(names, token_ids, num_tokens, self._is_held)
-        return in_pool, self.index.run(held[len(in_pool) :])
+        return in_pool, self._index.run(held[len(in_pool) :])
 
     def _worth_reading(self, in_pool: list[bytes], loaded: list[bytes], num_known: int = 0) -> float | None:
         """Return the seconds that computing the loaded blocks would take; None if nothing is to be read.
@@ -226,7 +229,7 @@ class SecondTier:
         if num_new <= 0:
             return None
         computed_s = self._costs.chunk_s(num_before * size, num_new * size, is_first=False)
-        slots = self.index.slots_of(loaded)
+        slots = self._index.slots_of(loaded)
         if not self._plan.reads_always and self._rates.expected_s(slots) >= computed_s:
             self._rates.left(slots)
             return None
@@ -241,13 +244,13 @@ class SecondTier:
         node_request: NodeRequest | None,
         on_end: Callable[[], None],
     ) -> None:
-        self.index.pin(loaded)
+        self._index.pin(loaded)
         names = [*in_pool, *loaded]
         lease = self._allocator.allocate(len(names), in_pool)
-        slots = self.index.slots_of(loaded)
+        slots = self._index.slots_of(loaded)
         self._num_loads += 1
         self._loads[self._num_loads] = _Loading(node_request, on_end, lease, names, loaded, slots, computed_s, now)
-        self._decisions.append(Load(self._num_loads, slots, lease.block_ids[-len(loaded) :]))
+        self._endings.decide(Load(self._num_loads, slots, lease.block_ids[-len(loaded) :]))
 
     def _note_end(self, load: _Loading, now: float, *, is_measure: bool) -> None:
         """Record the duration of a load.
@@ -260,12 +263,12 @@ class SecondTier:
 
     def _end(self, load_id: int) -> None:
         load = self._loads.pop(load_id)
-        self.index.unpin(load.loaded)
+        self._index.unpin(load.loaded)
         load.on_end()
         load.lease.release()
 
     def _is_held(self, name: bytes) -> bool:
-        return name in self._allocator.blocks_by_name or name in self.index
+        return name in self._allocator.blocks_by_name or name in self._index
 
 
 def _let_start(waiting: Waiting) -> None:

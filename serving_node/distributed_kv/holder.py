@@ -19,6 +19,7 @@ from decode_node.batch import can_give_way
 from serving_core.node.blocks import BlockAllocator, BlockLease
 from serving_core.node.leases import Leases
 from serving_core.node.requests import NodeRequest, NodeRequests
+from serving_node.room import Reserve
 
 MOST_PARTS: Final = 3, 4  # of a pool: the share that distributed KV of other nodes may take
 
@@ -130,7 +131,7 @@ MOST_STEP_S: Final = 30.0  # limit of the step time that a claim waits for
 HOLD_S: Final = 5.0  # after which younger requests are preempted
 
 
-class Claim:
+class Claim(Reserve):
     """Track the claim of the oldest remote request that waits for blocks of this node."""
 
     def __init__(self, node_requests: NodeRequests, leases: Leases, hosting: Hosting) -> None:

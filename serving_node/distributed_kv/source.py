@@ -1,0 +1,295 @@
+"""Move the oldest tiles of requests that are longer than this node's pool to other nodes (distributed KV). Pure.
+
+Such a request comes with the nodes that may hold its KV, its *hosts*. Its blocks have no hashes, since not all of them
+are here; it does not migrate and has no draft tokens. A tile that has left is final and never comes back. If a KV
+holder is lost, the attempt is lost and begins again elsewhere.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from decode_node.batch import Writing
+from kv_transfer.distributed_kv.wire import Asker
+from protos import inference_pb2
+from serving_core import reasons
+from serving_core.node.blocks import BlockAllocator, BlockLease
+from serving_core.node.leases import Leases
+from serving_core.node.requests import Distributed, NodeRequest, NodeRequests
+from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RecallRemoteKV
+from serving_node.distributed_kv.holder import HOLD_S, LAPSE_S, Claim, Hosting
+from serving_node.outputs import Endings
+from serving_node.room import Room
+from serving_node.sources import StepSource
+
+RETRY_S: Final = 0.2
+PATIENCE_S: Final = 30.0  # total wait for hosts without room, until one has room
+
+
+class Opened(Protocol):
+    """Describe tiles that are held on another node."""
+
+    @property
+    def num_tiles(self) -> int: ...
+
+    @property
+    def is_recalled(self) -> bool:
+        """Return whether the KV holder has recalled the blocks."""
+
+
+class DistributedKV(StepSource):
+    """Track the distributed KV of one node: tiles of its requests on other nodes, and tiles of theirs here."""
+
+    kind = "distributed KV"
+
+    def __init__(
+        self,
+        node_requests: NodeRequests,
+        leases: Leases,
+        allocator: BlockAllocator,
+        endings: Endings,
+        tile_tokens: int,
+    ) -> None:
+        """Create an empty tracker for tiles of `tile_tokens` tokens. Call `join` before anything else."""
+        self._node_requests, self._leases, self._endings = node_requests, leases, endings
+        self._tile_tokens = tile_tokens
+        self.hosting = Hosting(allocator, leases.block_size, tile_tokens, self._recall)
+        self._claim = Claim(node_requests, leases, self.hosting)
+        self._recalled_for: set[NodeRequest] = set()  # tiles of other nodes were recalled for them
+        self._held_up: dict[
+            NodeRequest, tuple[float, float]
+        ] = {}  # time of the next attempt, and time up to which the wait is counted
+        self.num_opened = 0
+        leases.on_remote_kv_left = self._close
+
+    def join(self, admission: Room, batch: Writing) -> None:
+        """Have `admission` keep blocks free for the claims of other nodes, and `batch` preempt for them."""
+        self._admission, self._batch = admission, batch
+        admission.reserve = self._claim
+
+    @property
+    def held(self) -> dict[int, BlockLease]:
+        """Return the leases of blocks that hold KV of other nodes' requests, by the number of the remote KV."""
+        return self.hosting.held
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no KV of other nodes is here."""
+        return not self.hosting.num_blocks
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """Return when the next `tick` is due, or None."""
+        wakes = [retry_s for each, (retry_s, _) in self._held_up.items() if not each.is_busy]
+        if self._claim.wake_at_s is not None:
+            wakes.append(self._claim.wake_at_s)
+        return min(wakes, default=None)
+
+    def fill(self, load: inference_pb2.NodeLoad) -> None:
+        """Fill in the tiles of other nodes here, and the number of tiles that were placed on other nodes."""
+        load.num_blocks_hosted, load.num_annexes_recalled = self.hosting.num_blocks, self.hosting.num_recalled
+        load.num_annexes = self.num_opened
+
+    # ---- tiles of other nodes ----
+
+    def host(self, number: int, most_tiles: int, asker: Asker, now: float) -> list[int]:
+        """Return blocks for tiles of another node's request; the list may be empty.
+
+        If the request asks again, room is made for it.
+        """
+        if not self.may_host(asker.age):
+            return []
+        block_ids = self._lease(number, most_tiles, asker.age)
+        if block_ids:
+            self._claim.serve(asker.age, now, asker.step_s)
+        elif asker.is_again and self.hosting.may_grow_for(asker.age):
+            self._claim.put(asker.age, now, asker.step_s)
+        return block_ids
+
+    def may_host(self, age: int) -> bool:
+        """Return whether tiles of a remote request of this age may be placed here.
+
+        False while requests are preempted for an older one, or while a request is here for which tiles were recalled:
+        they would be recalled again, with all their computation.
+        """
+        self._recalled_for.intersection_update(self._node_requests)
+        return not self._admission.is_behind(age) and not any(each.age < age for each in self._recalled_for)
+
+    def _lease(self, number: int, most_tiles: int, age: int) -> list[int]:
+        """Lease blocks for tiles of another node's request.
+
+        Younger requests of this node that wait for remote blocks themselves are preempted, so that two nodes do not
+        wait for each other. If an older remote request waits for blocks, only the surplus is given.
+        """
+        is_first = age <= self._claim.age
+        block_ids = self.hosting.lease(number, most_tiles, age, num_spare=0 if is_first else self.hosting.blocks_each)
+        while not block_ids and is_first and self.hosting.may_grow:
+            if (younger := self._youngest_held_up(age)) is None:
+                break
+            self._batch.give_way(younger)
+            block_ids = self.hosting.lease(number, most_tiles, age)
+        return block_ids
+
+    def _recall(self, number: int) -> None:
+        self._endings.decide(RecallRemoteKV(number))
+
+    # ---- steps ----
+
+    def before_step(self) -> None:
+        """Preempt requests, and recall tiles of other nodes, for the oldest claim."""
+        for victim in self._claim.victims():
+            self._batch.give_way(victim)
+        if self._claim.recalls():
+            self.hosting.recall()
+
+    def after_step(self, node_requests: list[NodeRequest], step_s: float, now: float) -> None:
+        """Begin requests again whose tiles were recalled, fail those whose tiles are lost, and ask hosts again."""
+        for node_request in node_requests:
+            if any(remote_kv.is_recalled for remote_kv in node_request.request.remote_kvs):
+                self._batch.give_way(node_request)
+            self._check(node_request, now, step_s)
+
+    def unblock(self) -> bool:
+        """Fail a request that lacks blocks because this node holds tiles of older requests.
+
+        Another node may have enough blocks. KV of younger requests is recalled instead. Returns whether a request
+        failed.
+        """
+        node_request = self.stranded()
+        if node_request is None or self.recall(node_request):
+            return False
+        message = f"{self.hosting.num_blocks} blocks of this node hold parts of other nodes' requests: too few are left"
+        self._endings.fail(node_request, reasons.QUEUE_FULL, message)
+        return True
+
+    def stranded(self) -> NodeRequest | None:
+        """Return the oldest request that cannot get enough blocks beside the tiles of other nodes.
+
+        For a node that has nothing to compute and nothing to preempt. None if there is no such request.
+        """
+        hosting, admission = self.hosting, self._admission
+        if not hosting.num_blocks or hosting.is_recalling or admission.comes_any_free_soon:
+            return None
+        num_left = self._leases.num_blocks - hosting.num_blocks
+        lacking = [each for each in admission.lacking() if not self._makes_room_for(each)]
+        return next((each for each in lacking if admission.num_blocks_for(each) > num_left), None)
+
+    def recall(self, node_request: NodeRequest) -> bool:
+        """Recall tiles of the youngest remote requests for a stranded request.
+
+        The blocks come free soon, for this request. Returns False, and recalls nothing, if that would not be enough or
+        the KV is of older requests.
+        """
+        num_left = self._leases.num_blocks - self.hosting.num_firm(node_request.age)
+        if self._admission.num_blocks_for(node_request) > num_left:
+            return False
+        self._admission.prefer(node_request)
+        self._recalled_for.add(node_request)
+        self.hosting.recall()
+        return True
+
+    # ---- tiles on other nodes ----
+
+    def fit(self, node_request: NodeRequest, num_tokens: int) -> int:
+        """Return how many of `num_tokens` tokens have blocks, growing the lease.
+
+        If not all have, the oldest tiles of the request are being moved.
+        """
+        leases = self._leases
+        if node_request.is_moving or node_request.in_step:
+            return 0
+        num_missing = leases.num_missing(node_request, node_request.num_computed + num_tokens)
+        num_free = leases.num_free - self._claim.num_kept_from(node_request.age)
+        if (num_got := min(num_missing, num_free)) > 0:
+            leases.grow(node_request, num_got)
+        if num_got >= num_missing:
+            self._held_up.pop(node_request, None)
+        elif node_request not in self._held_up:
+            self._begin(node_request)
+            if node_request.is_moving:
+                return 0
+        return min(num_tokens, leases.num_tokens_held(node_request) - node_request.num_computed)
+
+    def _makes_room_for(self, node_request: NodeRequest) -> bool:
+        """Return whether hosts may still make room for a request.
+
+        False once the request has waited so long that every request that can be preempted would have been, which
+        happens between steps.
+        """
+        if node_request not in self._held_up:
+            return False
+        distributed = _distributed_of(node_request)
+        return distributed.waited_s < HOLD_S + LAPSE_S + distributed.longest_step_s
+
+    def _youngest_held_up(self, age: int) -> NodeRequest | None:
+        """Return the youngest request younger than `age` whose hosts had no room at the last attempt, or None."""
+        waiting = [each for each in self._held_up if each.age > age and each.lease is not None and not each.is_busy]
+        return max((each for each in waiting if not each.is_ending), key=lambda each: each.age, default=None)
+
+    def opened(self, node_request: NodeRequest, remote_kv: Opened | None, now: float) -> None:
+        """Record the end of an `OpenRemoteKV`; `remote KV` is None if no host has room."""
+        distributed = _distributed_of(node_request)
+        distributed.is_moving = False
+        if remote_kv is not None:
+            self.num_opened += 1
+            node_request.request.remote_kvs = (*node_request.request.remote_kvs, remote_kv)
+            self._leases.shed(node_request, remote_kv.num_tiles * self._tile_tokens // self._leases.block_size)
+            self._held_up.pop(node_request, None)
+            distributed.waited_s = 0.0
+        else:
+            self._hold_up(node_request, now)
+        self._endings.settle(node_request)
+
+    def tick(self, now: float) -> None:
+        """Ask hosts again that had no room, and end the claim of a request that asks no more."""
+        self._claim.tick(now)
+        for node_request in list(self._held_up):
+            self._try_again(node_request, now)
+
+    def _check(self, node_request: NodeRequest, now: float, step_s: float) -> None:
+        """Fail a request that lost remote blocks in a step, and ask hosts again if an attempt is due."""
+        if (distributed := node_request.distributed) is None:
+            return
+        distributed.longest_step_s = max(distributed.longest_step_s, step_s)
+        if error := node_request.request.remote_kv_error:
+            message = f"blocks of the request on another node are lost: {error}"
+            self._endings.fail(node_request, reasons.TRANSFER_FAILED, message)
+        if node_request in self._held_up:
+            self._try_again(node_request, now)
+
+    def _try_again(self, node_request: NodeRequest, now: float) -> None:
+        if node_request not in self._node_requests or node_request.is_ending or node_request.lease is None:
+            del self._held_up[node_request]
+        elif now >= self._held_up[node_request][0] and not node_request.is_busy:
+            self._hold_up(node_request, now)
+            if node_request in self._held_up:
+                self._begin(node_request)
+
+    def _begin(self, node_request: NodeRequest) -> None:
+        """Send the full tiles of a request to a host, if it has any."""
+        assert node_request.lease is not None
+        each = self._tile_tokens // self._leases.block_size
+        num_tiles = node_request.num_computed // self._tile_tokens - node_request.num_remote_blocks // each
+        if num_tiles and not node_request.is_busy:
+            _distributed_of(node_request).is_moving, is_again = True, node_request in self._held_up
+            self._endings.decide(OpenRemoteKV(node_request, node_request.lease.block_ids[: num_tiles * each], is_again))
+
+    def _hold_up(self, node_request: NodeRequest, now: float) -> None:
+        """Note that hosts have no room. The first time the request asks again at once, so that hosts make room."""
+        retry_s, noted_s = now, now
+        if node_request in self._held_up:
+            retry_s, (_, noted_s) = now + RETRY_S, self._held_up[node_request]
+        self._held_up[node_request] = retry_s, now
+        distributed = _distributed_of(node_request)
+        distributed.waited_s += now - noted_s
+        if distributed.waited_s > PATIENCE_S:
+            del self._held_up[node_request]
+            message = f"no other node had room for blocks of the request for {PATIENCE_S:g} s"
+            self._endings.fail(node_request, reasons.QUEUE_FULL, message)
+
+    def _close(self, remote_kvs: Sequence[Any]) -> None:
+        self._endings.decide(CloseRemoteKV(remote_kvs))
+
+
+def _distributed_of(node_request: NodeRequest) -> Distributed:
+    assert node_request.distributed is not None
+    return node_request.distributed

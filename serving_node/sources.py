@@ -1,0 +1,72 @@
+"""Define what the node's logic asks of KV that lies outside the pool or does not belong to its requests."""
+
+from protos import fleet_pb2, inference_pb2
+from serving_core.node.blocks import BlockLease
+from serving_core.node.requests import NodeRequest
+
+
+class KVSource:
+    """A place of KV beside the pool of one node: host memory and disk, other nodes. Methods do nothing by default.
+
+    The logic of a node has a list of the sources that are switched on, and calls all of them.
+    """
+
+    kind = ""  # of lease holder, in `NodeLogic.leases`
+
+    @property
+    def held(self) -> dict[int, BlockLease]:
+        """Return the leases of blocks of the pool that the source holds, by number."""
+        return {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the node can end without loss to another node."""
+        return True
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """Return when the next `tick` is due, or None."""
+        return None
+
+    def tick(self, now: float) -> None:
+        """End waits that have passed their deadline."""
+
+    def must_wait(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
+        """Return whether a prompt that might start must wait for blocks of the source.
+
+        The source may begin to bring them. The start of the prompt must leave `num_spare` blocks free.
+        """
+        return False
+
+    def started(self, node_request: NodeRequest) -> None:
+        """Note that a prompt has its blocks."""
+
+    def cancel(self, node_request: NodeRequest) -> None:
+        """Bring no more blocks for a request that ends."""
+
+    def cancel_fetch(self, attempt: fleet_pb2.Attempt) -> bool:
+        """Cancel what the source does under this attempt; return False if that is nothing."""
+        return False
+
+    def detached(self) -> None:
+        """Give up everything that needs the coordinator, which is gone."""
+
+    def fill(self, load: inference_pb2.NodeLoad) -> None:
+        """Fill in the source's part of the node's load."""
+
+    def check_integrity(self) -> None:
+        """Recount from scratch. Raises AssertionError if the counts differ."""
+
+
+class StepSource(KVSource):
+    """A source with blocks that steps read, which takes part in the planning of each step."""
+
+    def before_step(self) -> None:
+        """Preempt requests for KV of other nodes, before a step is planned."""
+
+    def after_step(self, node_requests: list[NodeRequest], step_s: float, now: float) -> None:
+        """Preempt or fail requests whose remote KV is gone, after a step of `step_s` seconds."""
+
+    def unblock(self) -> bool:
+        """Fail or preempt for a node that has nothing to compute. Return whether that changed anything."""
+        return False

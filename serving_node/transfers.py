@@ -1,0 +1,447 @@
+"""Track the KV transfers of one node in both directions, by epoch. Pure.
+
+A prompt: the decode node reserves blocks (`Receive`), and the transfer descriptor reaches the prefill node by way of
+the coordinator; the prefill node then sends (`Send`, `FinishSend`). A revoked credit voids its descriptor: the prefill
+node keeps the prefilled prompt and waits for another descriptor, or for the command to decode the prompt itself.
+
+A migration: the sequence keeps decoding while its full blocks are sent (`Send`, `SendMore`). It freezes between two
+steps when all full blocks have left, or before it needs more blocks than the other node has reserved. The rest follows
+with the tokens that the other node does not know (`FinishSend`). The other node computes the KV of the last token.
+Blocks that the descriptor names as cached are compared by hash and are not sent. At the other node the sequence is
+received as a prompt is, except for the tokens that come with it.
+
+The coordinator decides which node continues a migrating sequence: a frozen sequence waits for Cancel or Keep whatever
+the result of the transfer, since the report of a success may be lost. After Keep a sequence decodes at once, although
+the transport may still hold blocks of a cancelled transfer. Full blocks never change. The last block does, but its
+checksum was taken before (SendingTransfer), so no receiver accepts the changed bytes. Also, the coordinator cancels the
+other node's attempt before it sends Keep, and ignores that epoch from then on.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from decode_node.credit import Credit
+from kv_transfer.descriptor import TransferDescriptor
+from kv_transfer.results import Received, Sent, TransferError, TransferFailed
+from prefill_node.reading import Reading
+from protos import fleet_pb2
+from protos.convert import attempt_of, from_tail, to_tail
+from serving_core import reasons
+from serving_core.node.leases import Leases
+from serving_core.node.requests import (
+    DecodePlace,
+    Incoming,
+    IncomingTransfer,
+    Migration,
+    NodeRequest,
+    NodeRequests,
+    Outgoing,
+    RequestEvent,
+    RequestState,
+    drop_outgoing,
+)
+from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send, SendMore
+from serving_node.outputs import Endings
+
+MAX_TAIL_TOKENS: Final = 512  # of 5 bytes each at most; leaves room for the numerics ids in a tail
+WAITING_TO_SEND: Final = (RequestState.PREFILLED, RequestState.FROZEN)
+
+
+def _nothing(*_: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The owner of one transfer under way: what the events of the transfer call. Each end has some of them."""
+
+    on_granted: Callable[[bytes], None] = _nothing  # with the descriptor, once every rank has opened its blocks
+    on_coming: Callable[[], None] = _nothing
+    on_received: Callable[[Received | TransferFailed, float], None] = _nothing
+    on_caught_up: Callable[[], None] = _nothing
+    on_sent: Callable[[Sent | TransferFailed, float], None] = _nothing
+
+
+class Transfers:
+    """All transfers of one node that are under way, by epoch. Epochs are unique over both directions."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[int, Transfer] = {}
+        self.num_kv_bytes = 0  # transferred with requests, over all ranks
+        self.num_failed = 0  # without transfers of ended requests, and without aborts, which the other node counts
+
+    def begin(self, epoch: int, transfer: Transfer) -> None:
+        self._under_way[epoch] = transfer
+
+    def granted(self, epoch: int, descriptor: bytes) -> None:
+        """Note that every rank has opened the blocks of a transfer to this node."""
+        self._under_way[epoch].on_granted(descriptor)
+
+    def coming(self, epoch: int) -> None:
+        """Note that the sender of a transfer to this node has begun."""
+        if transfer := self._under_way.get(epoch):
+            transfer.on_coming()
+
+    def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
+        """Record the end of a transfer to this node."""
+        self._under_way.pop(epoch).on_received(result, now)
+
+    def caught_up(self, epoch: int) -> None:
+        """Note that all ready blocks of a transfer have left."""
+        if transfer := self._under_way.get(epoch):
+            transfer.on_caught_up()
+
+    def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
+        """Record the end of a transfer from this node."""
+        self._under_way.pop(epoch).on_sent(result, now)
+
+
+class IncomingTransfers:
+    """Receive the KV of prompts that other nodes prefill, and of sequences that migrate here."""
+
+    def __init__(
+        self,
+        node_requests: NodeRequests,
+        leases: Leases,
+        prefill: Reading,
+        credit: Credit,
+        endings: Endings,
+        transfers: Transfers,
+        *,
+        block_bytes: int,
+        credit_timeout_s: float,
+        on_committed: Callable[[], None],
+    ) -> None:
+        """Create the receiving side.
+
+        `block_bytes` is the size of one block over all ranks and layers.
+        """
+        self._node_requests = node_requests
+        self._leases = leases
+        self._prefill = prefill
+        self._credit = credit
+        self._endings = endings
+        self._transfers = transfers
+        self._block_bytes = block_bytes
+        self._credit_timeout_s = credit_timeout_s
+        self._on_committed = on_committed
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """Return when the next `tick` is due, or None."""
+        waits = [_incoming_of(each).waiting_since_s for each in self._waiting()]
+        return min(waits) + self._credit_timeout_s if waits else None
+
+    def receive(self, node_request: NodeRequest) -> None:
+        """Open a transfer to this node for a request that has credit."""
+        _incoming_of(node_request).transfer = IncomingTransfer()
+        transfer = Transfer(
+            on_granted=partial(self._granted, node_request),
+            on_coming=partial(self._coming, node_request),
+            on_received=partial(self._received, node_request),
+        )
+        self._transfers.begin(node_request.request.epoch, transfer)
+        self._endings.decide(Receive(node_request, self._credit.num_blocks(node_request)))
+
+    def revoke(self, node_request: NodeRequest) -> None:
+        """Begin to revoke a credit; its blocks come free when the transfer has ended."""
+        self._endings.decide(CancelTransfer(node_request.request.epoch))
+
+    def tick(self, now: float) -> None:
+        """Fail requests that have waited too long for credit."""
+        for node_request in self._waiting():
+            if now < _incoming_of(node_request).waiting_since_s + self._credit_timeout_s:
+                continue
+            if node_request.is_to_share:
+                self._credit.wait_no_more(node_request, now)
+            else:
+                message = f"the decode node had no room for the request within {self._credit_timeout_s} s"
+                self._endings.fail(node_request, reasons.QUEUE_FULL, message)
+
+    def _waiting(self) -> list[NodeRequest]:
+        """Return the requests that wait for credit under a deadline."""
+        waiting = self._node_requests.in_state(RequestState.WAITING_FOR_BLOCKS)
+        return [each for each in waiting if not each.is_ending]
+
+    def _granted(self, node_request: NodeRequest, descriptor: bytes) -> None:
+        if not node_request.is_ending and not node_request.is_revoked:
+            attempt = attempt_of(node_request.request)
+            self._endings.tell(reserved=fleet_pb2.Reserved(attempt=attempt, descriptor=descriptor))
+
+    def _coming(self, node_request: NodeRequest) -> None:
+        transfer = _incoming_of(node_request).transfer
+        assert transfer is not None
+        transfer.has_begun = True
+
+    def _received(self, node_request: NodeRequest, result: Received | TransferFailed, now: float) -> None:
+        is_revoked, _incoming_of(node_request).transfer = node_request.is_revoked, None
+        if isinstance(result, Received):
+            self._transfers.num_kv_bytes += result.num_bytes
+        elif not (is_revoked or node_request.is_ending or result.reason == reasons.TRANSFER_ABORTED):
+            self._transfers.num_failed += 1
+        if node_request.is_ending:
+            self._endings.settle(node_request)
+        elif isinstance(result, Received):
+            self._commit(node_request, result, now)
+        elif is_revoked:
+            self._credit.take_back(node_request, now)
+            self._endings.tell(revoked=fleet_pb2.Revoked(attempt=attempt_of(node_request.request)))
+        elif result.reason != reasons.TRANSFER_ABORTED:
+            # The sender's own report on an abort, perhaps the last token, may still be in flight to the coordinator,
+            # which then cancels this attempt; a failure reported from here could overtake that report.
+            self._endings.fail(node_request, result.reason, result.message)
+
+    def _commit(self, node_request: NodeRequest, received: Received, now: float) -> None:
+        try:
+            token_ids, made = from_tail(received.tail)
+            self._credit.check_tail(node_request, len(token_ids), received.num_bytes // self._block_bytes)
+        except ValueError as error:
+            self._endings.fail(node_request, reasons.TRANSFER_FAILED, str(error))
+            return
+        self._credit.commit(node_request, token_ids, made)
+        node_request.note_first_token(now)  # the coordinator's message may still be in flight
+        self._prefill.count(node_request)
+        committed = fleet_pb2.Committed(
+            attempt=attempt_of(node_request.request),
+            num_bytes=received.num_bytes,
+            num_bytes_saved=node_request.num_cached_blocks * self._block_bytes,
+            next_index=node_request.request.num_output_tokens,
+        )
+        self._endings.tell(committed=committed)
+        self._on_committed()
+
+
+class OutgoingTransfers:
+    """Send the KV of prompts that other nodes decode, and of sequences that migrate to other nodes."""
+
+    def __init__(
+        self,
+        node_requests: NodeRequests,
+        leases: Leases,
+        endings: Endings,
+        transfers: Transfers,
+        *,
+        descriptor_timeout_s: float,
+    ) -> None:
+        self._node_requests = node_requests
+        self._leases = leases
+        self._endings = endings
+        self._transfers = transfers
+        self._descriptor_timeout_s = descriptor_timeout_s
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """Return when the next `tick` is due, or None."""
+        waits = [_outgoing_of(each).waiting_since_s for each in self._waiting()]
+        return min(waits) + self._descriptor_timeout_s if waits else None
+
+    def deliver(self, deliver: fleet_pb2.Deliver) -> None:
+        """Take the descriptor of the node that has reserved blocks for a prompt, and begin to send."""
+        node_request = self._node_requests.find(deliver.attempt)
+        if node_request is None or node_request.is_ending or not node_request.is_outgoing:
+            return
+        if node_request.is_sending:  # by the descriptor of a revoked credit
+            _outgoing_of(node_request).next_descriptor = deliver.descriptor
+        else:
+            self._send_prompt(node_request, deliver.descriptor)
+
+    def migrate(self, migrate: fleet_pb2.Migrate) -> None:
+        """Begin a migration by the descriptor of the node that has reserved blocks."""
+        node_request = self._find(migrate.attempt)
+        if node_request is None:
+            return
+        try:
+            descriptor = TransferDescriptor.decode(migrate.descriptor)
+            migration = self._migration(node_request, descriptor)
+        except TransferError as error:
+            self._fail_migration(node_request, reasons.TRANSFER_FAILED, str(error))
+            return
+        if not _is_behind(node_request, descriptor):
+            message = "the answer was written behind other blocks than the other node has of its tokens"
+            self._fail_migration(node_request, reasons.PAIRING_MISMATCH, message)
+            return
+        node_request.outgoing = Outgoing(migration=migration)
+        transfer = Transfer(
+            on_caught_up=partial(self._caught_up, node_request), on_sent=partial(self._migration_sent, node_request)
+        )
+        self._send(node_request, migrate.descriptor, transfer)
+        self._freeze_if_due(node_request)
+
+    def keep(self, keep: fleet_pb2.Keep) -> None:
+        """Keep a request on this node, whether it migrates or its prompt was prefilled for another node.
+
+        For a prompt, prefill continues, and then the request waits for a running slot only. A transfer with a void
+        descriptor may still be ending.
+        """
+        node_request = self._find(keep.attempt)
+        if node_request is None:
+            return
+        if node_request.only_prefills:
+            node_request.decode_place = DecodePlace.HERE_AFTER_ALL
+            if node_request.is_sending:
+                self._endings.decide(CancelTransfer(node_request.request.epoch))
+        elif node_request.incoming is not None:
+            self._endings.fail(node_request, reasons.PAIRING_MISMATCH, "what another node has the KV of cannot be kept")
+        else:
+            self._give_up_migration(node_request)
+
+    def note_prefilled(self, node_requests: Iterable[NodeRequest], now: float) -> None:
+        """Enter the next state for prompts of other nodes whose tokens are all computed."""
+        for node_request in node_requests:
+            outgoing = node_request.outgoing
+            is_prefilling = node_request.state is RequestState.PREFILLING
+            if not is_prefilling or outgoing is None or not outgoing.tail or node_request.num_to_compute:
+                continue
+            self._node_requests.apply(node_request, RequestEvent.PREFILL_ENDED)
+            outgoing.waiting_since_s = now
+            if node_request.is_sending and node_request.is_outgoing and not node_request.is_ending:
+                self._finish(node_request)
+
+    def note_decoded(self, node_requests: Iterable[NodeRequest]) -> None:
+        """Send the blocks that a finished step has filled; its tokens are already reported."""
+        for node_request in node_requests:
+            if node_request.migration is None or node_request.is_ending:
+                continue
+            self._freeze_if_due(node_request)
+            if node_request.state is RequestState.RUNNING and node_request.num_computed % self._leases.block_size == 0:
+                self._endings.decide(SendMore(node_request.request.epoch, self._leases.final_blocks(node_request)))
+
+    def tick(self, now: float) -> None:
+        """Fail requests that have waited too long for a descriptor, or for a command after a migration."""
+        for node_request in self._waiting():
+            if now < _outgoing_of(node_request).waiting_since_s + self._descriptor_timeout_s:
+                continue
+            is_prompt = node_request.state is RequestState.PREFILLED
+            what = "descriptor" if is_prompt else "word on an answer that has stopped"
+            message = f"no {what} came within {self._descriptor_timeout_s} s"
+            self._endings.fail(node_request, reasons.TRANSFER_FAILED, message)
+
+    def _waiting(self) -> list[NodeRequest]:
+        """Return the requests that wait for a descriptor or a command under a deadline."""
+        waiting = self._node_requests.in_state(*WAITING_TO_SEND)
+        return [each for each in waiting if not (each.is_ending or each.is_sending or each.is_kept)]
+
+    def _send_prompt(self, node_request: NodeRequest, descriptor: bytes) -> None:
+        self._send(node_request, descriptor, Transfer(on_sent=partial(self._prompt_sent, node_request)))
+        if node_request.state is RequestState.PREFILLED:
+            self._finish(node_request)
+
+    def _send(self, node_request: NodeRequest, descriptor: bytes, transfer: Transfer) -> None:
+        epoch = node_request.request.epoch
+        _outgoing_of(node_request).is_sending = True
+        self._transfers.begin(epoch, transfer)
+        self._endings.decide(Send(epoch, descriptor, self._leases.final_blocks(node_request)))
+
+    def _finish(self, node_request: NodeRequest) -> None:
+        """Send the last blocks and the tail of a transfer."""
+        tail = to_tail(_outgoing_of(node_request).tail, self._leases.makers_of(node_request))
+        self._endings.decide(FinishSend(node_request.request.epoch, self._leases.filled_blocks(node_request), tail))
+
+    def _prompt_sent(self, node_request: NodeRequest, result: Sent | TransferFailed, now: float) -> None:
+        outgoing = _outgoing_of(node_request)
+        outgoing.is_sending = False
+        if not node_request.only_prefills:
+            drop_outgoing(node_request)
+        if not node_request.is_outgoing:
+            self._endings.settle(node_request)
+        elif isinstance(result, Sent):
+            self._transfers.num_kv_bytes += result.num_bytes
+            wire = attempt_of(node_request.request)
+            self._endings.end(node_request, transferred=fleet_pb2.Transferred(attempt=wire, num_bytes=result.num_bytes))
+        elif result.reason == reasons.TRANSFER_REVOKED and not node_request.is_ending:
+            descriptor, outgoing.next_descriptor, outgoing.waiting_since_s = outgoing.next_descriptor, b"", now
+            if descriptor:
+                self._send_prompt(node_request, descriptor)
+        else:
+            self._transfers.num_failed += not node_request.is_ending
+            self._endings.fail(node_request, result.reason, result.message)
+
+    # ---- migrations ----
+
+    def _find(self, attempt: fleet_pb2.Attempt) -> NodeRequest | None:
+        """Return the request of an attempt unless it is ending; an unknown attempt is reported as failed."""
+        node_request = self._node_requests.find(attempt)
+        if node_request is None:
+            message = "the node has nothing of this attempt"
+            failed = fleet_pb2.Failed(attempt=attempt, reason=reasons.TRANSFER_FAILED, message=message)
+            self._endings.tell(failed=failed)
+        return None if node_request is None or node_request.is_ending else node_request
+
+    def _migration(self, node_request: NodeRequest, descriptor: TransferDescriptor) -> Migration:
+        """Return the state of a new migration. Raises TransferError if the sequence cannot migrate."""
+        if node_request.state is not RequestState.RUNNING:
+            raise TransferError("the answer is not being written now")
+        if node_request.distributed is not None:
+            raise TransferError("the answer is longer than a pool, and stays")
+        if node_request.is_sending:
+            raise TransferError("the transfer before this one has not ended")
+        num_tokens = len(node_request.request.token_ids) + max(0, node_request.num_in_step - 1)
+        if not 0 <= num_tokens - descriptor.num_tokens < MAX_TAIL_TOKENS:
+            raise TransferError(f"the descriptor knows {descriptor.num_tokens} tokens of {num_tokens}")
+        num_blocks = self._leases.blocks_for(node_request.num_computed + node_request.num_in_step)
+        if num_blocks > descriptor.num_blocks:
+            raise TransferError(f"the answer has {num_blocks} blocks by now and {descriptor.num_blocks} were granted")
+        return Migration(descriptor.num_blocks, descriptor.num_tokens)
+
+    def _caught_up(self, node_request: NodeRequest) -> None:
+        if node_request.migration is not None and not node_request.is_ending:
+            node_request.migration.has_caught_up = True
+            self._freeze_if_due(node_request)
+
+    def _freeze_if_due(self, node_request: NodeRequest) -> None:
+        migration = node_request.migration
+        if migration is None or node_request.in_step or node_request.state is not RequestState.RUNNING:
+            return
+        if not migration.has_caught_up and not self._is_at_limit(node_request, migration):
+            return
+        self._node_requests.apply(node_request, RequestEvent.FROZE)
+        _outgoing_of(node_request).tail = node_request.request.token_ids[migration.num_tokens :]
+        self._finish(node_request)
+
+    def _is_at_limit(self, node_request: NodeRequest, migration: Migration) -> bool:
+        """Return whether the other node could not take one more token."""
+        num_blocks = self._leases.blocks_for(node_request.num_computed + 1)
+        num_unknown = len(node_request.request.token_ids) - migration.num_tokens
+        return num_blocks > migration.num_blocks or num_unknown == MAX_TAIL_TOKENS
+
+    def _migration_sent(self, node_request: NodeRequest, result: Sent | TransferFailed, now: float) -> None:
+        outgoing = _outgoing_of(node_request)
+        migration, outgoing.migration = outgoing.migration, None
+        outgoing.is_sending, outgoing.waiting_since_s = False, now
+        if node_request.state is not RequestState.FROZEN:
+            drop_outgoing(node_request)
+        if isinstance(result, Sent):
+            self._transfers.num_kv_bytes += result.num_bytes
+        elif migration is not None and not node_request.is_ending:
+            self._transfers.num_failed += 1
+            self._fail_migration(node_request, result.reason, result.message)
+        self._endings.settle(node_request)
+
+    def _give_up_migration(self, node_request: NodeRequest) -> None:
+        outgoing = node_request.outgoing
+        if outgoing is not None and outgoing.migration is not None:
+            self._endings.decide(CancelTransfer(node_request.request.epoch))
+            outgoing.migration = None
+        if node_request.state is RequestState.FROZEN:
+            self._node_requests.apply(node_request, RequestEvent.RESUMED)
+
+    def _fail_migration(self, node_request: NodeRequest, reason: str, message: str) -> None:
+        wire = attempt_of(node_request.request)
+        self._endings.tell(migration_failed=fleet_pb2.MigrationFailed(attempt=wire, reason=reason, message=message))
+
+
+def _incoming_of(node_request: NodeRequest) -> Incoming:
+    assert node_request.incoming is not None
+    return node_request.incoming
+
+
+def _outgoing_of(node_request: NodeRequest) -> Outgoing:
+    assert node_request.outgoing is not None
+    return node_request.outgoing
+
+
+def _is_behind(node_request: NodeRequest, descriptor: TransferDescriptor) -> bool:
+    """Return whether the other node's cached blocks equal the sequence's own blocks bit by bit."""
+    num_cached = descriptor.num_cached_blocks
+    return not num_cached or node_request.names.names[num_cached - 1 : num_cached] == [descriptor.behind]
