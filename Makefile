@@ -52,7 +52,7 @@ NIGHTLY = $(PYTEST) -n 3 --shard $(SHARD) --hypothesis-profile=nightly
 
 # Triton, which torch for CUDA brings, is there for the tests of its kernels alone: in a folder of its own.
 TRITON := $(VENV)/triton
-TRITON_TESTS := $(addprefix tests/gpu/test_cuda_,triton.py mixed.py few_bits.py steps.py)
+TRITON_TESTS := $(addprefix tests/gpu/test_cuda_,triton.py mixed.py few_bits.py ops.py)
 
 test-nightly: setup model atheris
 	@[ -d $(TRITON) ] || $(BIN)/python -m pip --disable-pip-version-check install -q --no-deps -t $(TRITON) triton==3.8.0

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.model.steps import Likeliest, Steps
+from engine.ops.base import Likeliest, Ops
 from engine.sampler import sample
 from serving_core.requests import SampledToken, Work
 
@@ -19,7 +19,7 @@ def sample_with_candidates(
     logits: torch.Tensor,
     works: Sequence[Work],
     eos_token_ids: Sequence[int],
-    steps: Steps,
+    ops: Ops,
     likeliest: Likeliest | None = None,
 ) -> list[SampledToken]:
     """Sample the tokens of each work, in order, as Work.take consumes them.
@@ -35,7 +35,7 @@ def sample_with_candidates(
     while going:
         rows, requests = [row for _, row, _ in going], [request for *_, request in going]
         known = None if likeliest is None else (likeliest[0][rows], likeliest[1][rows])
-        tokens = sample(logits[rows], requests, eos_token_ids, steps, known)
+        tokens = sample(logits[rows], requests, eos_token_ids, ops, known)
         behind = []
         for (place, row, request), token in zip(going, tokens, strict=True):
             candidates = works[place].candidates[len(given[place]) :]

@@ -10,8 +10,8 @@ from engine.attention.paged import Attention
 from engine.cuda_graphs import cuda_graphs
 from engine.forward_batch import ForwardBatch
 from engine.model.llama import LlamaDecoder
-from engine.model.steps import Likeliest
 from engine.native.decode import NativeDecode, is_recordable
+from engine.ops.base import Likeliest
 from engine.parallel import RankGroup
 from serving_core.settings import EngineSettings
 

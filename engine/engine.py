@@ -28,10 +28,10 @@ from engine.histories import differing_histories
 from engine.micro_batches import micro_batches
 from engine.model.llama import LlamaDecoder
 from engine.model.lora_weights import load_adapters
-from engine.model.step_backends import choose_steps
-from engine.model.steps import Likeliest
 from engine.model.weights import load_weights, stores_own_head
 from engine.offload.placement import Placement, choose_store
+from engine.ops.backends import choose_ops
+from engine.ops.base import Likeliest
 from engine.origin import engine_traits
 from engine.parallel import LEADER, RankGroup, alone, choose_device, on_all_ranks
 from engine.pipeline import Pipeline
@@ -131,7 +131,7 @@ class Engine:
         self.grammars: Final = Grammars(folder, self.eos_token_ids)  # may be used while a step runs
         self._device = device
         self._stream = StepStream(device)
-        self._steps = choose_steps(device)
+        self._ops = choose_ops(device)
         torch_dtype: torch.dtype = getattr(torch, dtype)
 
         def load() -> tuple[Model, int]:
@@ -315,12 +315,12 @@ class Engine:
         if self.config.embedder is not None:
             return pool(rows, works)
         if any(work.num_scored for work in works):
-            rows, likeliest = take_scores(rows, works, self._steps), None
+            rows, likeliest = take_scores(rows, works, self._ops), None
         sampling = [work for work in works if work.samples]
         if any(work.candidates for work in sampling):
-            return sample_with_candidates(rows, sampling, self.eos_token_ids, self._steps, likeliest)
+            return sample_with_candidates(rows, sampling, self.eos_token_ids, self._ops, likeliest)
         requests = [work.request for work in sampling]
-        return sample(rows, requests, self.eos_token_ids, self._steps, likeliest) if requests else []
+        return sample(rows, requests, self.eos_token_ids, self._ops, likeliest) if requests else []
 
     @torch.inference_mode()
     def likeliest(self, shares: Sequence[Share]) -> list[int]:
@@ -334,7 +334,7 @@ class Engine:
         ends = torch.tensor([share.num_scored + 1 for share in shares if share.samples]).cumsum(0) - 1
         if not len(ends):
             return []
-        _, tokens = logits.likeliest or self._steps.likeliest(logits.rows)
+        _, tokens = logits.likeliest or self._ops.likeliest(logits.rows)
         return tokens[ends.to(tokens.device)].tolist()
 
     def follow(self, shares: Sequence[Share], on_layer: OnLayer | None = None) -> None:
@@ -402,12 +402,12 @@ class Engine:
         if self.config.is_transformers or self.layout.is_quantized or not self._of_stage.adds_alike:
             return False
         assert isinstance(self.model, LlamaDecoder)
-        return isinstance(self.attention, NativeAttention) and self.model.is_invariant(self.pool.compute_dtype)
+        return isinstance(self.attention, NativeAttention) and self.model.is_batch_invariant(self.pool.compute_dtype)
 
     def _make_invariant(self, dtype: torch.dtype, num_heads: int) -> bool:
         """Take the fastest batch-invariant attention that passes the trial; return whether there is one."""
         assert isinstance(self.model, LlamaDecoder)
-        self.model.make_invariant(dtype, self._device)
+        self.model.make_batch_invariant(dtype, self._device)
         for attention in invariant_attentions(self.attention, num_heads):
             self.attention = attention
             if self.layout.is_quantized:

@@ -1,8 +1,9 @@
 """Sample the next token of each request from the model's logits: grammar masks, penalties, sampling, logprobs.
 
 The order is vLLM's: grammar, allowed tokens, bad words, logit_bias, min_tokens, penalties, temperature, min_p, top_k,
-top_p, draw. The draw depends on the seed and the position in the output alone, and walks the vocabulary in token id
-order. So a request gets the same token in any batch, on any node and after any restart that computes the same logits.
+top_p, then the random choice, which depends on the seed and the position in the output alone and walks the vocabulary
+in token id order. So a request gets the same token in any batch, on any node and after any restart that computes the
+same logits.
 """
 
 import math
@@ -13,8 +14,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from engine.model.draws import Draw
-from engine.model.steps import Likeliest, Steps, TorchSteps
+from engine.ops.base import Likeliest, Ops
+from engine.ops.sampling import RowSampling
 from engine.overflow import overflowed
 from serving_core.errors import RequestError
 from serving_core.requests import NO_TOKEN, Request, SampledToken, Work
@@ -137,14 +138,14 @@ def with_logprobs(
     rows: Sequence[int],
     tokens: Sequence[int],
     beside: Sequence[Beside],
-    steps: Steps,
+    ops: Ops,
 ) -> list[SampledToken]:
     """Return, for each of `rows` of logits [S, vocab_size], its token with the requested logprobs.
 
     `highest` [S], float32, holds the maximum of each row. The likeliest token comes first; of equal ones, the lowest
     id. Logprobs are rounded to float32.
     """
-    totals = steps.log_totals(logits, highest, rows)
+    totals = ops.log_totals(logits, highest, rows)
     if [*rows] != [*range(len(logits))]:
         logits = logits[[*rows]]
     ids = torch.tensor(tokens).to(logits.device)[:, None]
@@ -188,7 +189,7 @@ def _first(numbers: torch.Tensor, count: int) -> torch.Tensor:
     return (in_order * 2**32 - places).topk(count).indices
 
 
-def take_scores(logits: torch.Tensor, works: Sequence[Work], steps: Steps) -> torch.Tensor:
+def take_scores(logits: torch.Tensor, works: Sequence[Work], ops: Ops) -> torch.Tensor:
     """Store the prompt scores that this step computes in each request, from the step's start on.
 
     `logits` are those of the batch of these works. Returns the rows of `logits` that tokens are sampled from.
@@ -201,8 +202,8 @@ def take_scores(logits: torch.Tensor, works: Sequence[Work], steps: Steps) -> to
             tokens = request.token_ids[first + 1 : first + 1 + num_scored]
             beside = Beside(request.sampling.prompt_logprobs or 0)
             ours = logits[row : row + num_scored]
-            highest, _ = steps.likeliest(ours)
-            scores = with_logprobs(ours, highest, range(num_scored), tokens, [beside] * num_scored, steps)
+            highest, _ = ops.likeliest(ours)
+            scores = with_logprobs(ours, highest, range(num_scored), tokens, [beside] * num_scored, ops)
             request.scores[first:] = scores
         row += num_scored
         if work.samples:
@@ -212,7 +213,7 @@ def take_scores(logits: torch.Tensor, works: Sequence[Work], steps: Steps) -> to
     return logits[left]
 
 
-TORCH_STEPS: Final = TorchSteps()
+TORCH_OPS: Final = Ops()
 _SEED_MASK: Final = 2**64 - 1
 _DOUBLE_STEP: Final = 2.0**-53
 
@@ -221,7 +222,7 @@ def sample(
     logits: torch.Tensor,
     requests: Sequence[Request],
     eos_token_ids: Sequence[int],
-    steps: Steps = TORCH_STEPS,
+    ops: Ops = TORCH_OPS,
     likeliest: Likeliest | None = None,
 ) -> list[SampledToken]:
     """Sample the next token of each request from its row of logits [S, vocab_size].
@@ -235,13 +236,13 @@ def sample(
         likeliest = None
     as_they_are = {row: request for row, request in enumerate(requests) if not is_adjusted(request)}
     adjusted = [row for row in range(len(requests)) if row not in as_they_are]
-    highest, tokens = _choose(logits, as_they_are, steps, likeliest)
+    highest, tokens = _choose(logits, as_they_are, ops, likeliest)
     if adjusted:
         rows = torch.tensor(adjusted).to(logits.device, non_blocking=True)
         copies = logits[rows].float()
         for copy, row in zip(copies, adjusted, strict=True):
             adjust(copy, requests[row], eos_token_ids)
-        tokens[rows] = _choose(copies, {place: requests[row] for place, row in enumerate(adjusted)}, steps)[1]
+        tokens[rows] = _choose(copies, {place: requests[row] for place, row in enumerate(adjusted)}, ops)[1]
     token_ids = tokens.tolist()  # the first synchronization with the device
     failed = {row: overflowed("logits") for row, number in enumerate(highest.tolist()) if not math.isfinite(number)}
     failed |= {row: SampledToken(NO_TOKEN, error=error) for row, error in errors.items()}
@@ -254,7 +255,7 @@ def sample(
     }
     if beside:
         ours = [token_ids[row] for row in beside]
-        scored = with_logprobs(logits, highest, [*beside], ours, [*beside.values()], steps)
+        scored = with_logprobs(logits, highest, [*beside], ours, [*beside.values()], ops)
         for row, token in zip(beside, scored, strict=True):
             sampled[row] = token
     for row, token in failed.items():
@@ -269,21 +270,22 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _choose(
-    logits: torch.Tensor, requests: Mapping[int, Request], steps: Steps, likeliest: Likeliest | None = None
+    logits: torch.Tensor, requests: Mapping[int, Request], ops: Ops, likeliest: Likeliest | None = None
 ) -> Likeliest:
-    """Return each row's largest logit and its chosen token: the likeliest, or a drawn one if the request is not greedy.
+    """Return each row's largest logit and its chosen token: the likeliest, or a sampled one if the request is not
+    greedy.
 
     If `likeliest` is given, its tensors are updated in place and returned.
     """
-    highest, tokens = steps.likeliest(logits) if likeliest is None else likeliest
-    draws = [_draw(row, request) for row, request in requests.items() if request.sampling.temperature > 0]
-    if draws:
-        rows = torch.tensor([draw.row for draw in draws]).to(logits.device, non_blocking=True)
-        tokens[rows] = steps.draw(logits, highest, draws)
+    highest, tokens = ops.likeliest(logits) if likeliest is None else likeliest
+    samplings = [_row_sampling(row, request) for row, request in requests.items() if request.sampling.temperature > 0]
+    if samplings:
+        rows = torch.tensor([sampling.row for sampling in samplings]).to(logits.device, non_blocking=True)
+        tokens[rows] = ops.sample(logits, highest, samplings)
     return highest, tokens
 
 
-def _draw(row: int, request: Request) -> Draw:
+def _row_sampling(row: int, request: Request) -> RowSampling:
     sampling = request.sampling
     number = uniform(sampling.seed, request.num_output_tokens)
-    return Draw(row, number, sampling.temperature, sampling.min_p, sampling.top_p, sampling.top_k)
+    return RowSampling(row, number, sampling.temperature, sampling.min_p, sampling.top_p, sampling.top_k)

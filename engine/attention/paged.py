@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch
-from engine.model.steps import capped
+from engine.ops.base import capped
 
 QUERY_CHUNK: Final = 64  # query rows of one call: more would compute scores that the causal mask discards
 PADDING_BLOCKS: Final = 8  # largest difference between the contexts of one call, in blocks

@@ -14,8 +14,8 @@ import torch
 
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch
-from engine.invariant import PROBE_SEED, Rows, agreeing_sizes, in_tiles, telling_rows
-from engine.model.steps import capped
+from engine.ops.base import capped
+from engine.ops.tiled import PROBE_SEED, Rows, agreeing_sizes, in_tiles, telling_rows
 
 TILE_KEYS: Final = 256
 LOWEST: Final = -1e30  # less than any score; unlike -inf, differences from it are numbers

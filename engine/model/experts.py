@@ -13,9 +13,8 @@ from torch import nn
 
 from engine.model.layers import Deltas, Linear
 from engine.model.residual import Residual
-from engine.model.steps import Shared, Steps
-from engine.native.dispatch import choose_dispatch
 from engine.native.linear import GroupedProduct, grouped_product
+from engine.ops.base import Ops, Shared
 from serving_core.model_files.differences import Experts
 from serving_core.sharding import Extent, Shard, share_of, whole
 
@@ -39,9 +38,9 @@ class Expert(nn.Module):
         self.gate_up_proj = Linear(whole(hidden_size), {gate: neurons, up: neurons}, bias=False)
         self.down_proj = Linear(neurons, {down: whole(hidden_size)}, bias=False)
 
-    def forward(self, x: torch.Tensor, steps: Steps) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
         """Compute x [T, E] -> [T, E]."""
-        outputs: torch.Tensor = self.down_proj(steps.gate(self.gate_up_proj(x)))
+        outputs: torch.Tensor = self.down_proj(ops.gate(self.gate_up_proj(x)))
         return outputs
 
 
@@ -70,28 +69,27 @@ class MixtureOfExperts(nn.Module):
         """Return the memory of all loaded experts' weights, without the shared expert."""
         return sum(layer.num_bytes for layer in self.experts.modules() if isinstance(layer, Linear))
 
-    def forward(self, x: torch.Tensor, steps: Steps, residual: Residual, deltas: Deltas | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ops: Ops, residual: Residual, deltas: Deltas | None = None) -> torch.Tensor:
         """Compute x [T, E] -> this rank's rows. Reads only the weights of experts that some token takes.
 
         `deltas` holds none for this module: adapters of experts are refused.
         """
-        dispatch = choose_dispatch(x.device)
-        routing = dispatch.route(self.gate(x), self._num_chosen, self._is_normalized)
-        rows = self._outputs(x.index_select(0, routing.tokens), routing.starts, steps)
+        routing = ops.route(self.gate(x), self._num_chosen, self._is_normalized)
+        rows = self._outputs(x.index_select(0, routing.tokens), routing.starts, ops)
         shared = None
         if self.shared_expert is not None:
-            shared = Shared(self.shared_expert(x, steps), self.shared_expert_gate(x))
-        return residual.summed(dispatch.mix(rows, routing, shared))
+            shared = Shared(self.shared_expert(x, ops), self.shared_expert_gate(x))
+        return residual.summed(ops.mix(rows, routing, shared))
 
-    def _outputs(self, rows: torch.Tensor, starts: torch.Tensor, steps: Steps) -> torch.Tensor:
+    def _outputs(self, rows: torch.Tensor, starts: torch.Tensor, ops: Ops) -> torch.Tensor:
         """Return the experts' outputs for rows sorted by expert."""
         gate_up, down = self._products
         if gate_up is not None and down is not None and gate_up.takes(rows.dtype):
-            return down(steps.gate(gate_up(rows, starts)), starts)
+            return down(ops.gate(gate_up(rows, starts)), starts)
         outputs = torch.empty_like(rows)
         for expert, (first, end) in zip(self.experts, pairwise(starts.tolist()), strict=True):
             if first < end:
-                outputs[first:end] = expert(rows[first:end], steps)
+                outputs[first:end] = expert(rows[first:end], ops)
         return outputs
 
     @functools.cached_property

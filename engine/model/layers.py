@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from engine.invariant import Rows, Tiling
 from engine.model.residual import Residual
-from engine.model.steps import Steps
 from engine.native.linear import DenseMatrix
 from engine.native.linear import best_variant as best_dense_variant
+from engine.ops.base import Norm, Ops
+from engine.ops.tiled import Rows, Tiling
 from engine.parallel import RankGroup
 from engine.quantization.quantized_linear import QuantizedMatrix, quantized_matrix
 from serving_core.settings import HEAD_BITS
@@ -55,11 +55,11 @@ class Layer(nn.Module):
         By default nothing.
         """
 
-    def make_invariant(self, tiling: Tiling) -> None:
+    def make_batch_invariant(self, tiling: Tiling) -> None:
         """Make the bits of a row's outputs depend on that row alone. Call after `pack`. By default they already do."""
 
     @property
-    def is_invariant(self) -> bool:
+    def is_batch_invariant(self) -> bool:
         """Return whether the bits of a row's outputs depend on that row alone. Call after `pack`."""
         return True
 
@@ -145,12 +145,12 @@ class Embedding(Layer):
         if isinstance(self._matrix, WITH_ROWS):
             del self.weight
 
-    def make_invariant(self, tiling: Tiling) -> None:
-        if not self.is_invariant:
+    def make_batch_invariant(self, tiling: Tiling) -> None:
+        if not self.is_batch_invariant:
             self._tiled = tiling.tiled(self._product, self._size, (type(self.matrix), len(self._vocabulary.held)))
 
     @property
-    def is_invariant(self) -> bool:
+    def is_batch_invariant(self) -> bool:
         return not self._gives_logits or self._tiled is not None or _is_native(self.matrix)
 
     @property
@@ -249,13 +249,18 @@ class RMSNorm(Layer):
             self.weight.data = self.weight.data.float() + self._offset
         self.weight.data.mul_(self._gain)
 
-    def forward(self, x: torch.Tensor, steps: Steps, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the norm of x + delta: x [T, size] -> [T, size]; x becomes the sum in place."""
-        return steps.norm(x, self.weight, self.eps, delta, self.delta_scale, self.centers)
+    @property
+    def spec(self) -> Norm:
+        """Return what the ops need of the filled norm."""
+        return Norm(self.weight, self.eps, self.delta_scale, self.centers)
 
-    def add_to(self, x: torch.Tensor, delta: torch.Tensor, steps: Steps) -> None:
+    def forward(self, x: torch.Tensor, ops: Ops, delta: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the norm of x + delta: x [T, size] -> [T, size]; x becomes the sum in place."""
+        return ops.norm(x, self.spec, delta)
+
+    def add_to(self, x: torch.Tensor, delta: torch.Tensor, ops: Ops) -> None:
         """Add the norm of delta [T, size] to x [T, size]."""
-        steps.norm_onto(x, delta, self.weight, self.eps)
+        ops.add_norm(x, delta, self.spec)
 
 
 class LayerNorm(RMSNorm):
@@ -350,15 +355,15 @@ class Linear(Layer):
             self._matrix = matrix
             del self.weight
 
-    def make_invariant(self, tiling: Tiling) -> None:
-        if self.is_invariant:
+    def make_batch_invariant(self, tiling: Tiling) -> None:
+        if self.is_batch_invariant:
             return
         bits = self._matrix.bits if isinstance(self._matrix, QuantizedMatrix) else None
         kind = (type(self._matrix), bits, sum(len(part.held) for part in self.parts.values()), self.bias is None)
         self._tiled = tiling.tiled(self._product, len(self.inputs.held), kind)
 
     @property
-    def is_invariant(self) -> bool:
+    def is_batch_invariant(self) -> bool:
         return self._tiled is not None or _is_native(self._matrix)
 
     @property
@@ -410,7 +415,7 @@ class FeedForward(nn.Module):
         self.gate_up_proj = Linear(whole(hidden_size), parts, bias, stored_as=stored_as)
         self.down_proj = RowParallel(shard.neurons, "down_proj", hidden_size, bias, shard)
 
-    def forward(self, x: torch.Tensor, steps: Steps, residual: Residual, deltas: Deltas | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ops: Ops, residual: Residual, deltas: Deltas | None = None) -> torch.Tensor:
         """Compute x [T, E] -> this rank's rows."""
-        gated = steps.gate(self.gate_up_proj(x, deltas), self.activation)
+        gated = ops.gate(self.gate_up_proj(x, deltas), self.activation)
         return residual.summed(self.down_proj(gated, deltas))

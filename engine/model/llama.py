@@ -17,7 +17,6 @@ from torch import nn
 
 from engine.attention.paged import Attention
 from engine.forward_batch import ForwardBatch
-from engine.invariant import Rotary, TiledRotary, Tiling, invariant_steps
 from engine.model.experts import MixtureOfExperts
 from engine.model.layers import (
     Deltas,
@@ -34,9 +33,10 @@ from engine.model.layers import (
 from engine.model.lora import Adapters
 from engine.model.residual import Residual, residual_of
 from engine.model.rope import RotaryEmbedding, Rotation, head_order
-from engine.model.step_backends import choose_steps
-from engine.model.steps import HeadNorms, Steps
 from engine.offload.placement import OffloadedLayers
+from engine.ops.backends import choose_ops
+from engine.ops.base import HeadNorms, KVSlots, Ops
+from engine.ops.tiled import Rotary, TiledRotary, Tiling, batch_invariant_ops
 from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
 from serving_core.model_files.config import ModelConfig
@@ -59,7 +59,7 @@ class Pass:
     rotations: dict[Rope | None, Rotation]  # for each rope; None for layers that do not rotate
     attention: Attention
     plans: dict[int | None, Any]  # of `attention`, for each window
-    steps: Steps
+    ops: Ops
     residual: Residual
     deltas: Deltas | None  # None: no row uses an adapter
 
@@ -101,7 +101,8 @@ class SelfAttention(nn.Module):
         """Compute x [T, E] -> this rank's rows."""
         heads = self.project(x, now).view(x.shape[0], -1, self._head_dim)  # [T, H + 2 K, D]
         attention, rotation = now.attention, now.rotations[self.rope]
-        queries = now.steps.place(heads, rotation, attention.pool, self.layer, now.batch.slots, self.head_norms)
+        kv = KVSlots(attention.pool, self.layer, now.batch.slots)
+        queries = now.ops.rotate_and_store(heads, rotation, kv, self.head_norms)
         attended = attention.attend(queries, self.layer, now.plans[self.window])
         return now.residual.summed(self.o_proj(attended.flatten(1), now.deltas))
 
@@ -126,8 +127,8 @@ class NormedAttention(SelfAttention):
         num_queries, num_keys = len(self._queries.held), len(self._keys.held)
         queries, keys = projected[:, :num_queries], projected[:, num_queries : num_queries + num_keys]
         all_queries, all_keys = self._of_all_ranks(queries, keys)
-        queries.copy_(self.q_norm(all_queries, now.steps)[:, _held(self._queries)])
-        keys.copy_(self.k_norm(all_keys, now.steps)[:, _held(self._keys)])
+        queries.copy_(self.q_norm(all_queries, now.ops)[:, _held(self._queries)])
+        keys.copy_(self.k_norm(all_keys, now.ops)[:, _held(self._keys)])
         return projected
 
     def _of_all_ranks(self, queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,7 +173,7 @@ class DecoderLayer(nn.Module):
 
     def fed_forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
         """Compute the feed-forward: x [T, E] -> this rank's rows."""
-        outputs: torch.Tensor = self.feed_forward(x, now.steps, now.residual, now.deltas)
+        outputs: torch.Tensor = self.feed_forward(x, now.ops, now.residual, now.deltas)
         return outputs
 
 
@@ -185,8 +186,8 @@ class PreNormLayer(DecoderLayer):
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None, now: Pass) -> torch.Tensor:
         whole = now.residual.whole
-        delta = self.self_attn(whole(self.input_layernorm(x, now.steps, delta)), now)
-        return self.fed_forward(whole(self.post_attention_layernorm(x, now.steps, delta)), now)
+        delta = self.self_attn(whole(self.input_layernorm(x, now.ops, delta)), now)
+        return self.fed_forward(whole(self.post_attention_layernorm(x, now.ops, delta)), now)
 
 
 class PostNormLayer(DecoderLayer):
@@ -204,10 +205,10 @@ class PostNormLayer(DecoderLayer):
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None, now: Pass) -> None:
         whole = now.residual.whole
-        normed = x if self.input_layernorm is None else self.input_layernorm(x, now.steps)
-        self.post_attention_layernorm.add_to(x, self.self_attn(whole(normed), now), now.steps)
-        normed = x if self.pre_feedforward_layernorm is None else self.pre_feedforward_layernorm(x, now.steps)
-        self.post_feedforward_layernorm.add_to(x, self.fed_forward(whole(normed), now), now.steps)
+        normed = x if self.input_layernorm is None else self.input_layernorm(x, now.ops)
+        self.post_attention_layernorm.add_to(x, self.self_attn(whole(normed), now), now.ops)
+        normed = x if self.pre_feedforward_layernorm is None else self.pre_feedforward_layernorm(x, now.ops)
+        self.post_feedforward_layernorm.add_to(x, self.fed_forward(whole(normed), now), now.ops)
 
 
 class ParallelLayer(DecoderLayer):
@@ -220,7 +221,7 @@ class ParallelLayer(DecoderLayer):
         self.input_layernorm = _norm(config)
 
     def forward(self, x: torch.Tensor, delta: torch.Tensor | None, now: Pass) -> torch.Tensor:
-        normed = now.residual.whole(self.input_layernorm(x, now.steps, delta))
+        normed = now.residual.whole(self.input_layernorm(x, now.ops, delta))
         x.add_(self.self_attn(normed, now))
         return self.fed_forward(normed, now)
 
@@ -252,7 +253,7 @@ class LlamaDecoder(nn.Module):
         self._leaves_delta = not config.differences.norms_outputs
         self._vocabulary_widths = [len(share_of(config.vocab_size, rank, group.size)) for rank in range(group.size)]
         self.windows: Final = frozenset(config.sliding_windows[layer] for layer in shard.layers.held)
-        self.steps = choose_steps(device)
+        self.ops = choose_ops(device)
         self.embeds: Final = config.embedder is not None
         differences, tied = config.differences, config.tie_word_embeddings and not self.embeds
         self.embed_tokens: Embedding | None = None
@@ -275,19 +276,19 @@ class LlamaDecoder(nn.Module):
         self.offloaded: OffloadedLayers | None = None
         """The layers with offloaded weights; None: all weights are on their device."""
 
-    def make_invariant(self, dtype: torch.dtype, device: torch.device) -> None:
+    def make_batch_invariant(self, dtype: torch.dtype, device: torch.device) -> None:
         """Make the decoder batch-invariant, given batch-invariant attention. Call once, after filling."""
         tiling = Tiling(device, dtype)
         for module in self.modules():
             if isinstance(module, Layer):
-                module.make_invariant(tiling)
-        self.steps = invariant_steps(self.steps, dtype)
+                module.make_batch_invariant(tiling)
+        self.ops = batch_invariant_ops(self.ops, dtype)
         self.rotaries = {rope: TiledRotary(rotary, device) for rope, rotary in self.rotaries.items()}
 
-    def is_invariant(self, dtype: torch.dtype) -> bool:
+    def is_batch_invariant(self, dtype: torch.dtype) -> bool:
         """Return whether the bits of a row of this dtype depend on no other row, given batch-invariant attention."""
         layers = (module for module in self.modules() if isinstance(module, Layer))
-        return self.steps.is_invariant(dtype) and all(layer.is_invariant for layer in layers)
+        return self.ops.is_batch_invariant(dtype) and all(layer.is_batch_invariant for layer in layers)
 
     @property
     def vocab_size(self) -> int:
@@ -349,7 +350,7 @@ class LlamaDecoder(nn.Module):
             {rope: rotary.tables(batch.positions, x.dtype) for rope, rotary in self.rotaries.items()},
             attention,
             {window: attention.plan(batch, window) for window in self.windows},
-            self.steps,
+            self.ops,
             residual,
             self.adapters.deltas_for(batch.adapted_rows),
         )
@@ -362,7 +363,7 @@ class LlamaDecoder(nn.Module):
             return None
         wanted = batch.logit_rows
         delta = None if delta is None else residual.picked(delta, wanted)
-        x = self.norm(residual.picked(x, wanted), self.steps, delta)
+        x = self.norm(residual.picked(x, wanted), self.ops, delta)
         if self.embeds:
             return x if self._group.rank == LEADER else None
         return self._group.gather_columns(self._head_logits(x), self._vocabulary_widths)
@@ -396,7 +397,7 @@ class LlamaDecoder(nn.Module):
             assert self.embed_tokens is not None
             logits = self.embed_tokens.logits(x)
         if self.logit_softcap is not None:
-            self.steps.cap(logits, self.logit_softcap)
+            self.ops.cap(logits, self.logit_softcap)
         return logits
 
 

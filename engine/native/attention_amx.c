@@ -14,7 +14,7 @@
 #define TILES 1
 #define BLOCK_ROWS AMX_ROWS
 #define KEYS_TOGETHER (2 * AMX_WORDS)
-#define VECTOR_HEADER "attention_vector_avx512.h"
+#define VECTOR_HEADER "vector_avx512.h"
 #include "attention_kernel.h"
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -7,7 +7,7 @@
 #endif
 #define KERNEL attention_avx512
 #define PAIRS 0
-#define VECTOR_HEADER "attention_vector_avx512.h"
+#define VECTOR_HEADER "vector_avx512.h"
 #include "attention_kernel.h"
 #if defined(__clang__)
 #pragma clang attribute pop

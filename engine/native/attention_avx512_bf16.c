@@ -8,7 +8,7 @@
 #define HAS_BF16
 #define KERNEL attention_avx512_pairs
 #define PAIRS 1
-#define VECTOR_HEADER "attention_vector_avx512.h"
+#define VECTOR_HEADER "vector_avx512.h"
 #include "attention_kernel.h"
 #if defined(__clang__)
 #pragma clang attribute pop

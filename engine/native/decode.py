@@ -23,10 +23,10 @@ from engine.model.llama import (
     SelfAttention,
 )
 from engine.model.rope import Rotation
-from engine.model.steps import Likeliest
 from engine.native.linear import DenseMatrix
 from engine.native.program import NativeProgram
-from engine.native.steps import ELEMENTS, NativeSteps
+from engine.ops.base import KVSlots, Likeliest
+from engine.ops.native import ELEMENTS, NativeOps
 from engine.quantization.quantized_linear import QuantizedMatrix
 from serving_core.model_files.rope import Rope
 
@@ -42,7 +42,7 @@ def is_recordable(decoder: LlamaDecoder, attention: NativeAttention) -> bool:
     operations in every step.
     """
     pool = attention.pool
-    if not decoder.is_whole or decoder.has_experts or not isinstance(decoder.steps, NativeSteps):
+    if not decoder.is_whole or decoder.has_experts or not isinstance(decoder.ops, NativeOps):
         return False
     if pool.layout.is_quantized or pool.compute_dtype not in ELEMENTS:
         return False
@@ -65,9 +65,9 @@ class NativeDecode:
 
     def __init__(self, decoder: LlamaDecoder, attention: NativeAttention) -> None:
         """Record a decoder that is_recordable."""
-        assert isinstance(decoder.steps, NativeSteps)
+        assert isinstance(decoder.ops, NativeOps)
         layout = attention.pool.layout
-        self._decoder, self._attention, self._steps = decoder, attention, decoder.steps
+        self._decoder, self._attention, self._ops = decoder, attention, decoder.ops
         self._buffers = _Buffers(decoder, attention)
         # Where a run finds the plans' addresses
         self._plans = {window: ctypes.c_void_p() for window in decoder.windows}
@@ -126,8 +126,8 @@ class NativeDecode:
         self._record_norm(decoder.norm, delta)
         self._record_product(decoder.head, buffers.normed, buffers.logits)
         if decoder.logit_softcap is not None:
-            self._steps.record_cap(self._program, buffers.logits, decoder.logit_softcap)
-        self._steps.record_search(self._program, buffers.logits, *buffers.likeliest)
+            self._ops.record_cap(self._program, buffers.logits, decoder.logit_softcap)
+        self._ops.record_search(self._program, buffers.logits, *buffers.likeliest)
 
     def _record_layer(self, layer: DecoderLayer, delta: torch.Tensor | None) -> torch.Tensor | None:
         """Record a layer. `delta` is still to be added to x before it; the returned delta is still to be added after
@@ -136,14 +136,14 @@ class NativeDecode:
         buffers = self._buffers
         if isinstance(layer, PostNormLayer):
             self._record_attention(layer.self_attn, self._record_reading(layer.input_layernorm))
-            self._record_norm_onto(layer.post_attention_layernorm)
+            self._record_add_norm(layer.post_attention_layernorm)
             self._record_mlp(layer, self._record_reading(layer.pre_feedforward_layernorm))
-            self._record_norm_onto(layer.post_feedforward_layernorm)
+            self._record_add_norm(layer.post_feedforward_layernorm)
             return None
         if isinstance(layer, ParallelLayer):
             self._record_norm(layer.input_layernorm, delta)
             self._record_attention(layer.self_attn, buffers.normed)
-            self._steps.record_sum(self._program, buffers.x, buffers.delta)
+            self._ops.record_sum(self._program, buffers.x, buffers.delta)
             self._record_mlp(layer, buffers.normed)
             return buffers.delta
         assert isinstance(layer, PreNormLayer)
@@ -158,8 +158,8 @@ class NativeDecode:
         self._record_product(block.qkv_proj.matrix, x, buffers.heads)
         if isinstance(block, NormedAttention):
             self._record_projection_norms(block)
-        rotation = buffers.rotations[block.rope]
-        self._steps.record_place(program, buffers.heads, rotation, pool, block.layer, buffers.slots, block.head_norms)
+        rotation, kv = buffers.rotations[block.rope], KVSlots(pool, block.layer, buffers.slots)
+        self._ops.record_rotate_and_store(program, buffers.heads, rotation, kv, block.head_norms)
         self._attention.record(program, self._plans[block.window], buffers.heads, block.layer, buffers.attended)
         self._record_product(block.o_proj.matrix, buffers.attended, buffers.delta)
 
@@ -167,14 +167,14 @@ class NativeDecode:
         projected, first = self._buffers.heads.flatten(1), 0
         for norm in (block.q_norm, block.k_norm):
             rows = projected[:, first : first + len(norm.weight)]
-            self._steps.record_norm(self._program, rows, norm.weight, norm.eps, None, rows)
+            self._ops.record_norm(self._program, rows, norm.spec, rows)
             first += len(norm.weight)
 
     def _record_mlp(self, layer: DecoderLayer, x: torch.Tensor) -> None:
         buffers, mlp = self._buffers, layer.feed_forward
         assert isinstance(mlp, FeedForward)
         self._record_product(mlp.gate_up_proj.matrix, x, buffers.gates_and_ups)
-        self._steps.record_gate(self._program, buffers.gates_and_ups, buffers.gated, mlp.activation)
+        self._ops.record_gate(self._program, buffers.gates_and_ups, buffers.gated, mlp.activation)
         self._record_product(mlp.down_proj.matrix, buffers.gated, buffers.delta)
 
     def _record_reading(self, norm: RMSNorm | None) -> torch.Tensor:
@@ -186,12 +186,10 @@ class NativeDecode:
 
     def _record_norm(self, norm: RMSNorm, delta: torch.Tensor | None) -> None:
         buffers = self._buffers
-        self._steps.record_norm(
-            self._program, buffers.x, norm.weight, norm.eps, delta, buffers.normed, norm.delta_scale, norm.centers
-        )
+        self._ops.record_norm(self._program, buffers.x, norm.spec, buffers.normed, delta)
 
-    def _record_norm_onto(self, norm: RMSNorm) -> None:
-        self._steps.record_norm_onto(self._program, self._buffers.x, self._buffers.delta, norm.weight, norm.eps)
+    def _record_add_norm(self, norm: RMSNorm) -> None:
+        self._ops.record_add_norm(self._program, self._buffers.x, self._buffers.delta, norm.spec)
 
     def _record_product(self, matrix: Packed | None, x: torch.Tensor, outputs: torch.Tensor) -> None:
         assert isinstance(matrix, Recordable)

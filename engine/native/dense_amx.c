@@ -20,7 +20,7 @@
 #define FP8_UNIT 1.0f /* of conversions that are not used here, as are powers */
 #define exp2_fraction(f) (f)
 #define HAS_BF16
-#include "attention_vector_avx512.h"
+#include "vector_avx512.h"
 
 #define AHEAD_TILES 2 /* of the one in work, the weights that are fetched */
 

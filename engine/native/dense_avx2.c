@@ -9,7 +9,7 @@
 #define PAIRS 0
 #define TILE_ROWS 6
 #define TILE_VECTORS 1
-#define VECTOR_HEADER "attention_vector_avx2.h"
+#define VECTOR_HEADER "vector_avx2.h"
 #include "dense_kernel.h"
 #if defined(__clang__)
 #pragma clang attribute pop

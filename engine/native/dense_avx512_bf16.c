@@ -10,7 +10,7 @@
 #define PAIRS 1
 #define TILE_ROWS 6
 #define TILE_VECTORS 4
-#define VECTOR_HEADER "attention_vector_avx512.h"
+#define VECTOR_HEADER "vector_avx512.h"
 #include "dense_kernel.h"
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -19,7 +19,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "attention_vector_plain.h"
+#include "vector_plain.h"
 
 #define EXPERTS_VERSION 1 /* engine/native/dispatch.py expects the same */
 #define MOST_EXPERTS 1024 /* as in serving_core/model_files/differences.py */

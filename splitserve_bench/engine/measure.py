@@ -21,7 +21,7 @@ import torch
 from engine.engine import Engine
 from engine.model.experts import MixtureOfExperts
 from engine.model.llama import LlamaDecoder
-from engine.model.step_backends import choose_steps
+from engine.ops.backends import choose_ops
 from engine.sampler import sample
 from serving_core.errors import SettingsError
 from serving_core.model_files.config import read_model_config
@@ -223,7 +223,7 @@ class _Measured:
         self._report("sampling ...")
         engine, vocab_size, batch = self._engine, self._engine.config.vocab_size, max(self._sizes.batches)
         random = torch.randn(batch, vocab_size, generator=torch.Generator().manual_seed(0)) * LOGITS_DEVIATION
-        logits, steps = random.to(engine.pool.device, engine.pool.compute_dtype), choose_steps(engine.pool.device)
+        logits, ops = random.to(engine.pool.device, engine.pool.compute_dtype), choose_ops(engine.pool.device)
         figures = []
         for parameters, fields in SAMPLING.items():
             requests = [_sampled_request(index, vocab_size, fields) for index in range(batch)]
@@ -231,7 +231,7 @@ class _Measured:
             for _ in range(1 + self._sizes.repeats):
                 start_s = time.perf_counter()
                 for _ in range(SAMPLING_CALLS):
-                    sample(logits, requests, engine.eos_token_ids, steps)
+                    sample(logits, requests, engine.eos_token_ids, ops)
                 samples_s.append((time.perf_counter() - start_s) / SAMPLING_CALLS)
             figures.append(SamplingFigures(parameters, batch, vocab_size, statistics.median(samples_s[1:])))
         return tuple(figures)

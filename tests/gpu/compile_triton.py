@@ -31,8 +31,8 @@ from engine.attention.triton_paged import (
     padded,
     stages_by_rows,
 )
-from engine.model import triton_steps
-from engine.model.draws import LIKELIEST_MASS
+from engine.ops import triton as triton_ops
+from engine.ops.sampling import LIKELIEST_MASS
 from engine.quantization import triton_linear
 from engine.quantization.quantized_linear import OUTPUTS
 
@@ -106,21 +106,21 @@ def of_packed(bits):
 
 
 def norming(dtype, weight_dtype, num_columns, *, centers=False):
-    columns = triton_steps._columns(num_columns)
+    columns = triton_ops._columns(num_columns)
     constants = {"HAS_DELTA": True, "IS_SCALED": True, "CENTERS": centers, "COLUMNS": columns["COLUMNS"]}
     pointers = {"x": dtype, "delta": dtype, "outputs": dtype, "weight": weight_dtype}
     numbers = {"eps": "fp32", "delta_scale": "fp32"}
-    return triton_steps.norm_rows, pointers, numbers, constants, 3, columns["num_warps"]
+    return triton_ops.norm_rows, pointers, numbers, constants, 3, columns["num_warps"]
 
 
 def adding_norm(dtype, num_columns):
-    columns = triton_steps._columns(num_columns)
+    columns = triton_ops._columns(num_columns)
     pointers = {"x": dtype, "delta": dtype, "weight": dtype}
     constants = {"COLUMNS": columns["COLUMNS"]}
-    return triton_steps.add_norm, pointers, {"eps": "fp32"}, constants, 3, columns["num_warps"]
+    return triton_ops.add_norm_rows, pointers, {"eps": "fp32"}, constants, 3, columns["num_warps"]
 
 
-def placing(dtype, num_heads, num_kv_heads, head_dim, has_norms):
+def storing(dtype, num_heads, num_kv_heads, head_dim, has_norms):
     tensors = ("heads", "cosines", "sines", "query_weight", "key_weight", "queries", "keys", "values")
     constants = {
         "NUM_HEADS": num_heads,
@@ -128,21 +128,22 @@ def placing(dtype, num_heads, num_kv_heads, head_dim, has_norms):
         "BLOCK_SIZE": 16,
         "HEAD_DIM": head_dim,
         "PADDED_DIM": triton.next_power_of_2(head_dim),
-        "HEADS": triton_steps.HEADS,
+        "HEADS": triton_ops.HEADS,
         "HAS_NORMS": has_norms,
     }
-    return triton_steps.place_heads, {**dict.fromkeys(tensors, dtype), "slots": "i64"}, {"eps": "fp32"}, constants
+    pointers = {**dict.fromkeys(tensors, dtype), "slots": "i64"}
+    return triton_ops.rotate_and_store_heads, pointers, {"eps": "fp32"}, constants
 
 
 def gating(dtype, *, is_gelu):
-    constants = {"IS_GELU": is_gelu, "ROOT": triton_steps.ROOT_2_OVER_PI, "COLUMNS": triton_steps.GATES}
-    return triton_steps.gate_rows, {"gates_and_ups": dtype, "outputs": dtype}, {}, constants
+    constants = {"IS_GELU": is_gelu, "ROOT": triton_ops.ROOT_2_OVER_PI, "COLUMNS": triton_ops.GATES}
+    return triton_ops.gate_rows, {"gates_and_ups": dtype, "outputs": dtype}, {}, constants
 
 
 def finding_edges():
-    constants = {"MASS": LIKELIEST_MASS, "HIGHEST": triton_steps.LARGEST_BIT, "COLUMNS": triton_steps.COLUMNS}
+    constants = {"MASS": LIKELIEST_MASS, "HIGHEST": triton_ops.LARGEST_BIT, "COLUMNS": triton_ops.COLUMNS}
     pointers = {"weights": "fp32", "edges": "fp32", "needed": "i64"}
-    return triton_steps.find_edges, pointers, {}, constants, 3, triton_steps.NUM_WARPS
+    return triton_ops.find_edges, pointers, {}, constants, 3, triton_ops.NUM_WARPS
 
 
 def attentions(memory_bytes):
@@ -174,8 +175,8 @@ OTHERS = [
     norming("fp16", "fp32", 16384),
     norming("bf16", "bf16", 8192, centers=True),
     adding_norm("bf16", 5376),
-    placing("bf16", 32, 8, 128, has_norms=False),
-    placing("fp16", 16, 8, 80, has_norms=True),
+    storing("bf16", 32, 8, 128, has_norms=False),
+    storing("fp16", 16, 8, 80, has_norms=True),
     gating("bf16", is_gelu=False),
     gating("fp16", is_gelu=True),
     finding_edges(),

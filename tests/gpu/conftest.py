@@ -14,7 +14,7 @@ SMOKE = {
     "test_cuda_features.py::test_penalties_biases_and_logprobs",
     "test_cuda_features.py::test_quantized_weights_are_those_of_the_cpu[int4]",
     "test_cuda_graphs.py::test_the_host_does_not_wait_before_it_reads_the_tokens[False]",
-    "test_cuda_sampling.py::test_draws[401-dtype1]",
+    "test_cuda_sampling.py::test_samplings[401-dtype1]",
     "test_cuda_streams.py::test_blocks_are_written_and_read_beside_a_step[some-any]",
     "test_cuda_transfer.py::test_blocks_go_from_device_to_device",
 }

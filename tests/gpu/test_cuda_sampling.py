@@ -1,15 +1,15 @@
-"""Tokens drawn on CUDA: as on the CPU, each row by itself, and without awaiting the device."""
+"""Tokens sampled on CUDA: as on the CPU, each row by itself, and without awaiting the device."""
 
 import numpy as np
 import pytest
 import torch
 
-from engine.model.draws import Draw
-from engine.model.steps import TorchSteps
+from engine.ops.base import Ops
+from engine.ops.sampling import RowSampling
 from engine.sampler import adjust
 from serving_core.requests import Request, SamplingParams
 
-STEPS = TorchSteps()
+OPS = Ops()
 SETTINGS = [
     {},
     {"top_k": 7},
@@ -32,30 +32,30 @@ def random(num_rows, num_columns, dtype):
     return (torch.randn(num_rows, num_columns, generator=generator) * 3).to(dtype)
 
 
-def draws_for(num_rows):
+def samplings_for(num_rows):
     numbers = np.random.default_rng(3).random(num_rows).tolist()
-    return [Draw(row, numbers[row], 0.8, **SETTINGS[row % len(SETTINGS)]) for row in range(num_rows)]
+    return [RowSampling(row, numbers[row], 0.8, **SETTINGS[row % len(SETTINGS)]) for row in range(num_rows)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_columns", [401, 20_011])
-def test_draws(dtype, num_columns):
-    logits, draws = random(30, num_columns, dtype), draws_for(30)
-    highest, _ = STEPS.likeliest(logits)
+def test_samplings(dtype, num_columns):
+    logits, samplings = random(30, num_columns, dtype), samplings_for(30)
+    highest, _ = OPS.likeliest(logits)
     on_device, there = logits.cuda(), highest.cuda()
-    tokens = STEPS.draw(on_device, there, draws).tolist()
-    assert tokens == STEPS.draw(logits, highest, draws).tolist()
-    assert tokens[::-7] == STEPS.draw(on_device, there, draws[::-7]).tolist()
-    for row, draw in enumerate(draws):
-        alone = STEPS.draw(on_device[row : row + 1].clone(), there[row : row + 1], [draw._replace(row=0)])
+    tokens = OPS.sample(on_device, there, samplings).tolist()
+    assert tokens == OPS.sample(logits, highest, samplings).tolist()
+    assert tokens[::-7] == OPS.sample(on_device, there, samplings[::-7]).tolist()
+    for row, sampling in enumerate(samplings):
+        alone = OPS.sample(on_device[row : row + 1].clone(), there[row : row + 1], [sampling._replace(row=0)])
         assert alone.tolist() == [tokens[row]]
 
 
-def test_drawing_awaits_nothing(request):
+def test_sampling_awaits_nothing(request):
     logits = random(30, 5000, torch.bfloat16).cuda()
     request.getfixturevalue("nothing_is_awaited")
-    highest, _ = STEPS.likeliest(logits)
-    STEPS.draw(logits, highest, draws_for(30)[1:])
+    highest, _ = OPS.likeliest(logits)
+    OPS.sample(logits, highest, samplings_for(30)[1:])
 
 
 def test_adjusting_awaits_nothing(request):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from engine.native.library import OFF, native_library
 from engine.native.linear_library import linear_library
-from engine.native.steps import step_library
+from engine.native.ops_library import ops_library
 from serving_core.requests import Request, SamplingParams, Work
 from tests.tiny_models import VOCAB_SIZE
 
@@ -43,10 +43,10 @@ def has_variant(variant):
     """Whether this CPU and installation have all kernels of it."""
     if variant in ("", OFF):
         return True
-    library, steps, linear = native_library(), step_library(), linear_library()
+    library, ops, linear = native_library(), ops_library(), linear_library()
     return (
         library is not None
         and library.kernel(variant, "float32", "float32") is not None
-        and steps.kernel(variant) is not None
+        and ops.kernel(variant) is not None
         and linear.kernel("avx512_vnni" if variant == "avx512" else variant) is not None
     )

@@ -3,21 +3,22 @@ import shutil
 import pytest
 import torch
 
-from engine.model.steps import TorchSteps
-from engine.native.steps import VARIANTS, NativeSteps, step_library
+from engine.native.ops_library import VARIANTS, ops_library
+from engine.ops.base import Ops
+from engine.ops.native import NativeOps
 
 
 def _kernels():
-    library = step_library()
+    library = ops_library()
     for name in VARIANTS:
         is_there = library is not None and library.kernel(name) is not None
         yield pytest.param(name, marks=[] if is_there else pytest.mark.skip(reason=f"no {name} here"))
 
 
 @pytest.fixture(params=[*_kernels(), "torch"])
-def steps(request):
-    """What computes a step's small parts: torch, and every variant of the compiled kernels."""
-    return TorchSteps() if request.param == "torch" else NativeSteps(request.param)
+def ops(request):
+    """The ops of a step: by torch, and every variant of the compiled kernels."""
+    return Ops() if request.param == "torch" else NativeOps(request.param)
 
 
 @pytest.fixture(autouse=True)

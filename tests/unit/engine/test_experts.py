@@ -139,10 +139,10 @@ def test_experts_in_8_bits_take_half_and_are_computed_at_once(tmp_path, monkeypa
     for ours, theirs in zip(mixtures(quantized), mixtures(plain), strict=True):
         assert ours.expert_bytes < 0.56 * theirs.expert_bytes
         x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
-        steps = plain.model.steps  # the gate is not quantized, so both take the same experts
+        ops = plain.model.ops  # the gate is not quantized, so both take the same experts
         residual = Residual(alone(), len(x), is_divided=False)
         num_products.clear()
-        exact, rounded = (mixture(x, steps, residual).float() for mixture in (theirs, ours))
+        exact, rounded = (mixture(x, ops, residual).float() for mixture in (theirs, ours))
         assert len(num_products) == 2 * 2, "not all experts at once"
         assert (exact - rounded).norm() < 0.03 * exact.norm()
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.invariant import TILE_ROWS, agreeing_sizes, in_tiles, telling_rows
 from engine.native.library import ENVIRONMENT, OFF
 from engine.native.linear import dense_library
+from engine.ops.tiled import TILE_ROWS, agreeing_sizes, in_tiles, telling_rows
 from serving_core.errors import SettingsError
 from serving_core.requests import Request, Work
 from serving_core.settings import EngineSettings

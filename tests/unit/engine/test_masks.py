@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from engine.model.step_backends import choose_steps
-from engine.model.steps import TorchSteps
+from engine.ops.backends import choose_ops
+from engine.ops.base import Ops
 from engine.sampler import sample
 from serving_core.errors import RequestError
 from serving_core.requests import Request, SamplingParams
 
 EOS = (7,)
-STEPS = [TorchSteps(), choose_steps(torch.device("cpu"))]
+OPS = [Ops(), choose_ops(torch.device("cpu"))]
 
 
 class Only:
@@ -44,21 +44,21 @@ def one(logits, guide, **sampling):
     return token
 
 
-@pytest.mark.parametrize("steps", STEPS, ids=["torch", "native"])
+@pytest.mark.parametrize("ops", OPS, ids=["torch", "native"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_greedy_takes_the_likeliest_of_those_allowed_whoever_is_beside_it(steps, dtype):
+def test_greedy_takes_the_likeliest_of_those_allowed_whoever_is_beside_it(ops, dtype):
     logits = torch.arange(20.0).repeat(4, 1).to(dtype)
     guides = [Only(3, 9), None, Only(4), Only(17, 19)]
-    chosen = sample(logits, [request(guide, temperature=0.0) for guide in guides], EOS, steps)
+    chosen = sample(logits, [request(guide, temperature=0.0) for guide in guides], EOS, ops)
     assert [token.token_id for token in chosen] == [9, 19, 4, 19]
 
 
-@pytest.mark.parametrize("steps", STEPS, ids=["torch", "native"])
-def test_what_is_known_to_be_likeliest_counts_unless_a_grammar_forbids_it(steps):
+@pytest.mark.parametrize("ops", OPS, ids=["torch", "native"])
+def test_what_is_known_to_be_likeliest_counts_unless_a_grammar_forbids_it(ops):
     logits = torch.arange(20.0).repeat(2, 1)
     for guide, expected in ((None, 19), (Only(4), 4)):
         asked = [request(guide, temperature=0.0), request(None, temperature=0.0)]
-        chosen = sample(logits.clone(), asked, EOS, steps, steps.likeliest(logits))
+        chosen = sample(logits.clone(), asked, EOS, ops, ops.likeliest(logits))
         assert [token.token_id for token in chosen] == [expected, 19]
 
 

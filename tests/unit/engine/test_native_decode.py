@@ -14,9 +14,9 @@ from engine.forward_batch import build_batch
 from engine.native.decode import MOST_ROWS, NativeDecode
 from engine.native.library import ENVIRONMENT, OFF
 from engine.native.linear import best_variant
+from engine.native.ops_library import best_variant as best_ops
 from engine.native.program import NativeProgram
-from engine.native.steps import NativeSteps
-from engine.native.steps import best_variant as best_steps
+from engine.ops.native import NativeOps
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from tests.effort import effort
@@ -205,7 +205,7 @@ def test_a_slot_outside_the_pool_is_refused_and_nothing_written(folder_of):
 def test_a_full_program_is_refused():
     program, rows = NativeProgram(0, 4), torch.ones(4, 8)
     with pytest.raises(ValueError, match="the program is full"):
-        NativeSteps(best_steps()).record_norm(program, rows, torch.ones(8), 1e-5, None, torch.empty(4, 8))
+        NativeOps(best_ops()).record_norm(program, rows, torch.ones(8), 1e-5, None, torch.empty(4, 8))
 
 
 CROWD = """

@@ -7,23 +7,23 @@ import torch
 pytest.importorskip("triton", reason="Triton, which comes with torch for CUDA, is not installed")
 
 from engine.cache.kv_pool import PagedKVPool
-from engine.model.draws import Draw
 from engine.model.rope import RotaryEmbedding
-from engine.model.step_backends import choose_steps
-from engine.model.steps import HeadNorms, TorchSteps
-from engine.model.triton_steps import TritonSteps, least_in_nuclei
+from engine.ops.backends import choose_ops
+from engine.ops.base import HeadNorms, KVSlots, Norm, Ops
+from engine.ops.sampling import RowSampling
+from engine.ops.triton import TritonOps, least_in_nuclei
 from serving_core.layout import KVLayout
 from serving_core.model_files.differences import GELU_TANH, SILU
 from serving_core.model_files.rope import DefaultRope
-from tests.unit.engine.test_draws import BELOW_ONE, SETTINGS
-from tests.unit.engine.test_draws import check as check_draws
+from tests.unit.engine.test_row_sampling import BELOW_ONE, SETTINGS
+from tests.unit.engine.test_row_sampling import check as check_sampled
 
 CUDA = torch.device("cuda", 0)
 EPS = 1e-5
 # Of numbers of order 1: a few roundings to the dtype.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCES)
-STEPS = TritonSteps()
+OPS = TritonOps()
 
 
 def random(*shape, dtype, seed=0):
@@ -52,7 +52,7 @@ def strided(rows):
 
 
 def test_they_are_taken():
-    assert isinstance(choose_steps(CUDA), TritonSteps), "the log says why not"
+    assert isinstance(choose_ops(CUDA), TritonOps), "the log says why not"
 
 
 @dtypes
@@ -60,8 +60,8 @@ def test_they_are_taken():
 @pytest.mark.parametrize("centers", [False, True])
 def test_norm(dtype, shape, centers):
     x, weight = random(*shape, dtype=dtype), random(shape[1], dtype=dtype, seed=1)
-    check(STEPS.norm(x, weight, EPS, centers=centers), norm(exact(x), exact(weight), centers))
-    check(STEPS.norm(strided(x), weight.float(), EPS, centers=centers), norm(exact(x), exact(weight), centers))
+    check(OPS.norm(x, Norm(weight, EPS, centers=centers)), norm(exact(x), exact(weight), centers))
+    check(OPS.norm(strided(x), Norm(weight.float(), EPS, centers=centers)), norm(exact(x), exact(weight), centers))
 
 
 @dtypes
@@ -70,16 +70,16 @@ def test_norm_adds_what_is_still_to_be_added(dtype, scale):
     x, delta, weight = (random(*shape, dtype=dtype, seed=len(shape)) for shape in ((5, 96), (5, 96), (96,)))
     delta = strided(delta.flip(0))
     total = exact(x) + scale * exact(delta)
-    given = STEPS.norm(x, weight, EPS, delta, scale)
+    given = OPS.norm(x, Norm(weight, EPS, scale), delta)
     check(x, total)
     check(given, norm(exact(x), exact(weight)))
 
 
 @dtypes
-def test_norm_onto(dtype):
+def test_add_norm(dtype):
     x, delta, weight = random(5, 96, dtype=dtype), random(5, 96, dtype=dtype, seed=1), random(96, dtype=dtype, seed=2)
     expected = exact(x) + norm(exact(delta), exact(weight))
-    STEPS.norm_onto(x, delta, weight, EPS)
+    OPS.add_norm(x, delta, Norm(weight, EPS))
     check(x, expected)
 
 
@@ -91,13 +91,13 @@ def test_gate(dtype, num_columns, activation):
     gates, ups = np.split(exact(rows), 2, axis=1)
     inner = np.sqrt(2 / np.pi) * (gates + 0.044715 * gates**3)
     activated = gates / (1 + np.exp(-gates)) if activation == SILU else gates / 2 * (1 + np.tanh(inner))
-    check(STEPS.gate(strided(rows), activation), activated * ups)
+    check(OPS.gate(strided(rows), activation), activated * ups)
 
 
 @dtypes
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (20, 4, 10), (2, 1, 130)])
 @pytest.mark.parametrize("has_norms", [False, True])
-def test_place(dtype, num_heads, num_kv_heads, head_dim, has_norms):
+def test_rotate_and_store(dtype, num_heads, num_kv_heads, head_dim, has_norms):
     layout = KVLayout.uniform(2, num_kv_heads, head_dim, 4, str(dtype).removeprefix("torch."))
     pool = PagedKVPool(layout, 3, CUDA)
     heads = random(5, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
@@ -108,7 +108,7 @@ def test_place(dtype, num_heads, num_kv_heads, head_dim, has_norms):
     queries, keys, values = np.split(numbers, [num_heads, num_heads + num_kv_heads], axis=1)
     if has_norms:
         queries, keys = norm(queries, exact(norms.query_weight)), norm(keys, exact(norms.key_weight))
-    given = STEPS.place(heads, rotation, pool, 1, slots, norms if has_norms else None)
+    given = OPS.rotate_and_store(heads, rotation, KVSlots(pool, 1, slots), norms if has_norms else None)
     angles = exact(positions)[:, None] / 1e4 ** (np.arange(0, head_dim, 2) / head_dim)
     check(given, turned(queries, angles))
     check(pool.keys(1).flatten(0, 1)[slots], turned(keys, angles))
@@ -127,8 +127,8 @@ def turned(heads, angles):
 
 def test_rows_are_computed_as_if_alone():
     x, weight, rows = random(9, 700, dtype=torch.bfloat16), random(700, dtype=torch.bfloat16, seed=1), [0, 4, 8]
-    assert STEPS.is_invariant(torch.bfloat16)
-    for function in (lambda rows: STEPS.norm(rows, weight, EPS), STEPS.gate):
+    assert OPS.is_batch_invariant(torch.bfloat16)
+    for function in (lambda rows: OPS.norm(rows, Norm(weight, EPS)), OPS.gate):
         together = function(x)
         for row in rows:
             assert torch.equal(function(x[row : row + 1]), together[row : row + 1])
@@ -136,26 +136,26 @@ def test_rows_are_computed_as_if_alone():
 
 def test_no_rows():
     empty = random(0, 64, dtype=torch.bfloat16)
-    assert STEPS.norm(empty, empty.new_ones(64), EPS).shape == (0, 64)
-    assert STEPS.gate(empty).shape == (0, 32)
+    assert OPS.norm(empty, Norm(empty.new_ones(64), EPS)).shape == (0, 64)
+    assert OPS.gate(empty).shape == (0, 32)
 
 
-def drawn(steps, logits, draws):
-    return steps.draw(logits, steps.likeliest(logits)[0], draws).tolist()
+def sampled(ops, logits, samplings):
+    return ops.sample(logits, ops.likeliest(logits)[0], samplings).tolist()
 
 
 @dtypes
 @pytest.mark.parametrize("num_columns", [1, 40, 2048, 3001])
-def test_tokens_are_drawn_of_what_sorting_leaves(dtype, num_columns):
+def test_tokens_are_sampled_of_what_sorting_leaves(dtype, num_columns):
     logits = random(len(SETTINGS), num_columns, dtype=dtype) * 3
-    draws = [
-        Draw(row, number, **{"temperature": 1.0, **fields})
+    samplings = [
+        RowSampling(row, number, **{"temperature": 1.0, **fields})
         for row, fields in enumerate(SETTINGS)
         for number in (0.0, 0.45, BELOW_ONE)
     ]
-    tokens = drawn(STEPS, logits, draws)
-    assert tokens == drawn(TorchSteps(), logits, draws)
-    check_draws(logits.cpu(), draws, tokens)
+    tokens = sampled(OPS, logits, samplings)
+    assert tokens == sampled(Ops(), logits, samplings)
+    check_sampled(logits.cpu(), samplings, tokens)
 
 
 NUCLEI = [{"top_p": top_p} for top_p in (1e-6, 0.3, 0.5, 1 - 1e-6)] + [{"top_p": 0.6, "top_k": 5}, {"top_k": 3}, {}]
@@ -166,18 +166,20 @@ def test_nuclei_of_flat_rows_and_of_such_with_few_tokens():
     few[[7, 2900]] = -4.0
     logits = torch.stack([flat, few]).to(CUDA)
     for row, ends in enumerate(([0, 2999], [7, 2900])):
-        draws = [
-            Draw(row, number, **{"temperature": 1.0, **fields}) for number in (0.0, BELOW_ONE) for fields in NUCLEI
+        samplings = [
+            RowSampling(row, number, **{"temperature": 1.0, **fields})
+            for number in (0.0, BELOW_ONE)
+            for fields in NUCLEI
         ]
-        assert drawn(STEPS, logits, draws) == [end for end in ends for _ in NUCLEI]
+        assert sampled(OPS, logits, samplings) == [end for end in ends for _ in NUCLEI]
 
 
 def test_of_a_row_that_is_no_number_others_do_not_hear():
     logits = random(5, 500, dtype=torch.float32)
-    draws = [Draw(row, 0.6, 1.0, top_p=0.9) for row in range(5)]
-    expected = drawn(STEPS, logits, draws)
+    samplings = [RowSampling(row, 0.6, 1.0, top_p=0.9) for row in range(5)]
+    expected = sampled(OPS, logits, samplings)
     logits[2, 77] = torch.nan
-    assert np.delete(drawn(STEPS, logits, draws), 2).tolist() == np.delete(expected, 2).tolist()
+    assert np.delete(sampled(OPS, logits, samplings), 2).tolist() == np.delete(expected, 2).tolist()
 
 
 def test_the_least_weight_of_a_nucleus():

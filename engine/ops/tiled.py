@@ -6,7 +6,7 @@ tiles of a few fixed numbers of rows, the last tile padded with zeros. The numbe
 itself: those at which a row has the same bits at every place and at every number. (The algorithm of a product depends
 on shapes alone, not on values. So a few rows suffice, if their results are small compared with the summands: otherwise
 rounding could hide a different order. One row at a time always agrees.) Attention runs in tiles too where no kernel is
-batch-invariant (engine/attention/tiled.py). A trial of the whole decoder confirms the result (engine/histories.py).
+batch-invariant (engine/attention/tiled.py). A trial of the whole decoder confirms the result (engine/numerics.py).
 More than two ranks per layer are refused: over several machines the order of their sums depends on the place of a
 number.
 
@@ -21,7 +21,7 @@ from typing import Final, Protocol
 import torch
 
 from engine.model.rope import Rotation
-from engine.model.steps import Steps, TorchSteps, add_scaled, capped, normed
+from engine.ops.base import Norm, Ops, add_scaled, capped, normed
 from serving_core.model_files.differences import SILU
 
 TILE_ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256)  # candidates
@@ -134,28 +134,20 @@ def _tile(x: torch.Tensor, first: int, size: int) -> torch.Tensor:
     return tile if tile.data_ptr() % ALIGNMENT == 0 else tile.clone()
 
 
-class TiledSteps(TorchSteps):
+class TiledOps(Ops):
     """The torch ops in tiles, so that a row's bits do not depend on the other rows."""
 
     def __init__(self) -> None:
         self._sizes: dict[tuple[str, int, torch.dtype], tuple[int, ...]] = {}
 
-    def is_invariant(self, dtype: torch.dtype) -> bool:
+    def is_batch_invariant(self, dtype: torch.dtype) -> bool:
         return True
 
-    def norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        delta: torch.Tensor | None = None,
-        delta_scale: float = 1.0,
-        centers: bool = False,
-    ) -> torch.Tensor:
-        add_scaled(x, delta, delta_scale)
+    def norm(self, x: torch.Tensor, norm: Norm, delta: torch.Tensor | None = None) -> torch.Tensor:
+        add_scaled(x, delta, norm.delta_scale)
         rows = x.reshape(-1, x.shape[-1])
-        name = "centering norm" if centers else "norm"
-        return self._in_tiles(name, lambda tile: normed(tile, weight, eps, centers), rows).view(x.shape)
+        name = "centering norm" if norm.centers else "norm"
+        return self._in_tiles(name, lambda tile: normed(tile, norm), rows).view(x.shape)
 
     def rotate(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """Rotate with products and a sum that are each rounded separately, so that the result is unique."""
@@ -204,6 +196,6 @@ class TiledRotary:
         return cosines.contiguous().unsqueeze(1), signed_sines.contiguous().unsqueeze(1)
 
 
-def invariant_steps(steps: Steps, dtype: torch.dtype) -> Steps:
+def batch_invariant_ops(ops: Ops, dtype: torch.dtype) -> Ops:
     """Return these ops if they are batch-invariant, else tiled ones."""
-    return steps if steps.is_invariant(dtype) else TiledSteps()
+    return ops if ops.is_batch_invariant(dtype) else TiledOps()

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model.steps import Shared, TorchDispatch
-from engine.native.dispatch import NativeDispatch, experts_library
+from engine.native.ops_library import VARIANTS, ops_library
+from engine.ops.base import Ops, Shared
+from engine.ops.native import NativeOps
 from tests.unit.engine.in_one_test import for_each
 from tests.unit.engine.native_kit import thread_counts
 
@@ -13,12 +14,12 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(params=["native", "torch"])
-def dispatch(request):
+def ops(request):
     if request.param == "torch":
-        return TorchDispatch()
-    if experts_library() is None:
+        return Ops()
+    if ops_library() is None:
         pytest.skip("the native kernels were not built")
-    return NativeDispatch(experts_library())
+    return NativeOps(VARIANTS[-1])  # experts have no variants
 
 
 def random(*shape, seed=0):
@@ -43,10 +44,10 @@ def check_order(routing, chosen, num_experts):
 
 
 @for_each(sizes=[(1, 1, 1), (1, 5, 2), (3, 128, 8), (40, 6, 6), (700, 61, 3)], is_normalized=[False, True])
-def test_tokens_take_the_likeliest_experts(dispatch, sizes, is_normalized):
+def test_tokens_take_the_likeliest_experts(ops, sizes, is_normalized):
     num_tokens, num_experts, num_chosen = sizes
     logits = 5 * random(num_tokens, num_experts)
-    routing = dispatch.route(logits, num_chosen, is_normalized)
+    routing = ops.route(logits, num_chosen, is_normalized)
     probabilities = softmax(logits)
     chosen = np.argsort(-logits.numpy(), axis=1, kind="stable")[:, :num_chosen]
     check_order(routing, chosen.tolist(), num_experts)
@@ -57,38 +58,38 @@ def test_tokens_take_the_likeliest_experts(dispatch, sizes, is_normalized):
     np.testing.assert_allclose(routing.weights.numpy(), weights, rtol=2e-5, atol=1e-30)
 
 
-def test_logits_of_bfloat16(dispatch):
+def test_logits_of_bfloat16(ops):
     logits = (torch.arange(60).view(6, 10) * 7 % 60 / 4).bfloat16()  # exact, and all unlike
-    routing = dispatch.route(logits, 4, False)
+    routing = ops.route(logits, 4, False)
     chosen = np.argsort(-logits.float().numpy(), axis=1)[:, :4]
     check_order(routing, chosen.tolist(), 10)
     np.testing.assert_allclose(routing.weights, np.take_along_axis(softmax(logits), chosen, axis=1), rtol=1e-5)
 
 
-def test_of_equals_experts_are_taken_once(dispatch):
-    routing = dispatch.route(torch.zeros(3, 7), 4, True)
+def test_of_equals_experts_are_taken_once(ops):
+    routing = ops.route(torch.zeros(3, 7), 4, True)
     experts = [[int((routing.starts <= place).sum()) - 1 for place in places] for places in routing.places.tolist()]
     assert all(len(set(each)) == 4 for each in experts)
     torch.testing.assert_close(routing.weights, torch.full((3, 4), 0.25))
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_in_its_row(dispatch, wrong):
+def test_what_is_no_number_stays_in_its_row(ops, wrong):
     logits = random(3, 9)
-    expected = dispatch.route(logits, 2, True).weights.clone()
+    expected = ops.route(logits, 2, True).weights.clone()
     logits[1, 4] = wrong
-    routing = dispatch.route(logits, 2, True)
+    routing = ops.route(logits, 2, True)
     assert routing.weights[1].isnan().any()
     assert torch.equal(routing.weights[[0, 2]], expected[[0, 2]])
     assert sorted(routing.places.flatten().tolist()) == list(range(6))
 
 
 @for_each(dtype=DTYPES, has_shared=[False, True], num_columns=[1, 33, 256, 700])
-def test_outputs_are_added_up_by_their_weights(dispatch, dtype, has_shared, num_columns):
-    routing = dispatch.route(random(9, 5), 3, False)
+def test_outputs_are_added_up_by_their_weights(ops, dtype, has_shared, num_columns):
+    routing = ops.route(random(9, 5), 3, False)
     rows, outputs = random(27, num_columns, seed=1).to(dtype), random(9, num_columns, seed=2).to(dtype)
     gates = torch.tensor([-200.0, -3.0, -1e-3, 0.0, 0.5, 1.0, 4.0, 90.0, 200.0]).view(9, 1).to(dtype)
-    mixed = dispatch.mix(rows, routing, Shared(outputs, gates) if has_shared else None)
+    mixed = ops.mix(rows, routing, Shared(outputs, gates) if has_shared else None)
     expected = (rows.double()[routing.places] * routing.weights.double().unsqueeze(2)).sum(1)
     if has_shared:
         expected += outputs.double() / (1 + torch.exp(-gates.double()))
@@ -98,23 +99,23 @@ def test_outputs_are_added_up_by_their_weights(dispatch, dtype, has_shared, num_
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_has_the_same_bits_alone_and_by_any_number_of_threads(dispatch, dtype):
+def test_a_token_has_the_same_bits_alone_and_by_any_number_of_threads(ops, dtype):
     logits, rows = random(300, 20).to(dtype), random(600, 70, seed=1).to(dtype)
     shared = Shared(random(300, 70, seed=2).to(dtype), random(300, 1, seed=3).to(dtype))
-    whole = dispatch.route(logits, 2, True)
-    mixed = dispatch.mix(rows, whole, shared)
+    whole = ops.route(logits, 2, True)
+    mixed = ops.mix(rows, whole, shared)
     for _ in thread_counts():
-        assert torch.equal(dispatch.mix(rows, whole, shared), mixed)
+        assert torch.equal(ops.mix(rows, whole, shared), mixed)
         for token in range(0, 300, 7):
-            routing = dispatch.route(logits[token : token + 1], 2, True)
+            routing = ops.route(logits[token : token + 1], 2, True)
             assert torch.equal(routing.weights[0], whole.weights[token])
             own = Shared(*(tensor[token : token + 1] for tensor in shared))
             placed = torch.empty(2, 70, dtype=dtype)
             placed[routing.places[0]] = rows[whole.places[token]]
-            assert torch.equal(dispatch.mix(placed, routing, own)[0], mixed[token])
+            assert torch.equal(ops.mix(placed, routing, own)[0], mixed[token])
 
 
-def test_no_tokens(dispatch):
-    routing = dispatch.route(torch.empty(0, 5), 2, True)
+def test_no_tokens(ops):
+    routing = ops.route(torch.empty(0, 5), 2, True)
     assert (len(routing.tokens), routing.starts.tolist()) == (0, [0] * 6)
-    assert dispatch.mix(torch.empty(0, 7), routing, None).shape == (0, 7)
+    assert ops.mix(torch.empty(0, 7), routing, None).shape == (0, 7)

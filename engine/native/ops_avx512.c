@@ -4,9 +4,9 @@
 #else
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 #endif
-#define STEP_KERNEL steps_avx512
-#define VECTOR_HEADER "attention_vector_avx512.h"
-#include "steps_kernel.h"
+#define OPS_KERNEL ops_avx512
+#define VECTOR_HEADER "vector_avx512.h"
+#include "ops_kernel.h"
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

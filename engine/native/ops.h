@@ -4,12 +4,12 @@
  * The bits of a row's result are the same with any other rows and any number of threads. Results are rounded to the
  * element where torch rounds them. Strides are in bytes; the elements of a row are contiguous.
  */
-#ifndef SPLITSERVE_STEPS_H
-#define SPLITSERVE_STEPS_H
+#ifndef SPLITSERVE_OPS_H
+#define SPLITSERVE_OPS_H
 
 #include <stdint.h>
 
-#define STEPS_VERSION 5 /* version of this interface; engine/native/steps.py expects the same */
+#define OPS_VERSION 6 /* version of this interface; engine/native/ops_library.py expects the same */
 
 enum Element { FLOAT32, BFLOAT16 };
 
@@ -61,7 +61,7 @@ typedef struct {
     uint8_t *keys;               /* [slots, num_kv_heads, head_dim], or NULL */
     uint8_t *values;
     const int64_t *slots;        /* [num_rows] */
-} Placement;
+} HeadStore;
 
 /* output [num_rows, num_columns] = activation(gates) * ups; a row has num_columns gates, then num_columns ups */
 typedef struct {
@@ -92,7 +92,7 @@ typedef struct {
     int64_t stride;
 } Capping;
 
-/* Parameters of a draw. A token's weight is e^((logit - highest) / temperature), or 0 below FLT_MIN. A token stays
+/* How one token is sampled. A token's weight is e^((logit - highest) / temperature), or 0 below FLT_MIN. A token stays
  * if its weight is at least min_p, at least the top_k-th largest, and in the nucleus of the remaining tokens: the
  * likeliest that hold top_p of the mass. Tokens that tie with the last one that stays, stay too. */
 typedef struct {
@@ -102,9 +102,9 @@ typedef struct {
     double min_p;
     double top_p;  /* 1: off */
     int64_t top_k; /* 0: off */
-} Draw;
+} Sampling;
 
-/* tokens[i] is the result of draws[i]. For a row whose highest number is not finite it is the last token, and the
+/* tokens[i] is the result of samplings[i]. For a row whose highest number is not finite it is the last token, and the
  * mass is NaN. */
 typedef struct {
     int32_t element;
@@ -112,27 +112,27 @@ typedef struct {
     const uint8_t *rows;
     int64_t stride;
     const float *highest; /* of each row */
-    const Draw *draws;
-    uint8_t *scratch;     /* steps_draw_bytes for each thread */
+    const Sampling *samplings;
+    uint8_t *scratch;     /* ops_sample_bytes for each thread */
     int64_t scratch_bytes;
     int64_t *tokens;
     double *masses;       /* mass of all tokens that stayed */
-} Drawing;
+} SamplingBatch;
 
-#define DRAW_CHUNK 512 /* weights added in float32 before the sums continue in double */
+#define SAMPLE_CHUNK 512 /* weights added in float32 before the sums continue in double */
 #define MOST_GROUP 64  /* weights that a kernel reads at once */
 
-typedef void StepRow(const void *step, int64_t row);
+typedef void OpRow(const void *op, int64_t row);
 
 typedef struct {
-    StepRow *norm, *sum, *place, *gate, *search, *cap;
-    void (*draw)(const Drawing *step, int64_t index, uint8_t *scratch);
-} StepKernel;
+    OpRow *norm, *sum, *rotate_and_store, *gate, *search, *cap;
+    void (*sample)(const SamplingBatch *op, int64_t index, uint8_t *scratch);
+} OpsKernel;
 
-extern const StepKernel steps_plain;
+extern const OpsKernel ops_plain;
 #if defined(__x86_64__)
-extern const StepKernel steps_avx2;
-extern const StepKernel steps_avx512;
+extern const OpsKernel ops_avx2;
+extern const OpsKernel ops_avx512;
 #endif
 
 #endif

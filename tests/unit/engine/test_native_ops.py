@@ -5,10 +5,11 @@ from hypothesis import strategies as st
 
 from engine.cache.kv_pool import PagedKVPool
 from engine.model.rope import RotaryEmbedding
-from engine.model.step_backends import choose_steps
-from engine.model.steps import HeadNorms, TorchSteps
 from engine.native.library import ENVIRONMENT
-from engine.native.steps import VARIANTS, NativeSteps, StepLibrary, step_library
+from engine.native.ops_library import VARIANTS, OpsLibrary, ops_library
+from engine.ops.backends import choose_ops
+from engine.ops.base import HeadNorms, KVSlots, Norm, Ops
+from engine.ops.native import NativeOps
 from serving_core.layout import KVLayout
 from serving_core.model_files.differences import GELU_TANH, SILU
 from serving_core.model_files.rope import DefaultRope
@@ -23,11 +24,11 @@ HEADS = [(9, 3, 64), (4, 1, 10), (3, 3, 18), (2, 1, 130), (1, 1, 2)]  # heads, k
 # One unit in the last place; but float32 sums of a row differ by their order too.
 TOLERANCES = {torch.float32: {"rtol": 2e-6, "atol": 1e-6}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-30}}
 
-needs_library = pytest.mark.skipif(step_library() is None, reason="the native steps were not built")
+needs_library = pytest.mark.skipif(ops_library() is None, reason="the native ops were not built")
 
 
 def has(variant):
-    library = step_library()
+    library = ops_library()
     return library is not None and library.kernel(variant) is not None
 
 
@@ -62,9 +63,9 @@ def norm_in_float64(x, weight, centers=False):
 def test_norm(variant, dtype, shape):
     x, weight = random(*shape, dtype=dtype), random(shape[1], dtype=dtype, seed=1)
     before = x.clone()
-    normed = NativeSteps(variant).norm(strided(x), weight, EPS)
+    normed = NativeOps(variant).norm(strided(x), Norm(weight, EPS))
     torch.testing.assert_close(normed.double(), norm_in_float64(x, weight), **TOLERANCES[dtype])
-    torch.testing.assert_close(normed, TorchSteps().norm(x, weight, EPS), **TOLERANCES[dtype])
+    torch.testing.assert_close(normed, Ops().norm(x, Norm(weight, EPS)), **TOLERANCES[dtype])
     assert torch.equal(x, before)
     assert normed.is_contiguous()
 
@@ -76,8 +77,8 @@ def test_norm_of_a_sum(variant, dtype, shape):
     x, delta = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=2)
     weight = random(shape[1], dtype=dtype, seed=1)
     ours, theirs = strided(x), x.clone()
-    normed = NativeSteps(variant).norm(ours, weight, EPS, strided(delta))
-    expected = TorchSteps().norm(theirs, weight, EPS, delta)
+    normed = NativeOps(variant).norm(ours, Norm(weight, EPS), strided(delta))
+    expected = Ops().norm(theirs, Norm(weight, EPS), delta)
     assert torch.equal(ours, theirs)
     assert torch.equal(ours, x + delta)
     torch.testing.assert_close(normed, expected, **TOLERANCES[dtype])
@@ -91,8 +92,8 @@ def test_norm_of_a_sum_with_a_part_of_the_delta(variant, dtype, shape):
     x, delta = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=2)
     weight = random(shape[1], dtype=dtype, seed=1)
     ours, theirs = strided(x), x.clone()
-    normed = NativeSteps(variant).norm(ours, weight, EPS, strided(delta), 0.3)
-    TorchSteps().norm(theirs, weight, EPS, delta, 0.3)
+    normed = NativeOps(variant).norm(ours, Norm(weight, EPS, 0.3), strided(delta))
+    Ops().norm(theirs, Norm(weight, EPS, 0.3), delta)
     expected, rtol = x.double() + 0.3 * delta.double(), 2**-8 if dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(ours.double(), expected, rtol=rtol, atol=1e-6)
     torch.testing.assert_close(theirs.double(), expected, rtol=rtol, atol=5 * rtol)  # of which the product is rounded
@@ -106,13 +107,13 @@ def test_norm_that_centers(variant, dtype, shape):
     x, delta = random(*shape, dtype=dtype) + 2, random(*shape, dtype=dtype, seed=2)
     weight = random(shape[1], dtype=dtype, seed=1)
     ours, theirs = strided(x), x.clone()
-    normed = NativeSteps(variant).norm(ours, weight, EPS, strided(delta), 1.0, True)
-    expected = TorchSteps().norm(theirs, weight, EPS, delta, 1.0, True)
+    normed = NativeOps(variant).norm(ours, Norm(weight, EPS, centers=True), strided(delta))
+    expected = Ops().norm(theirs, Norm(weight, EPS, centers=True), delta)
     assert torch.equal(ours, theirs)
     tolerance = {torch.float32: {"rtol": 2e-6, "atol": 2e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-4}}[dtype]
     torch.testing.assert_close(normed, expected, **tolerance)
     torch.testing.assert_close(normed.double(), norm_in_float64(ours, weight, centers=True), **tolerance)
-    alone = NativeSteps(variant).norm(x, weight, EPS, None, 1.0, True)
+    alone = NativeOps(variant).norm(x, Norm(weight, EPS, centers=True))
     torch.testing.assert_close(alone.double(), norm_in_float64(x, weight, centers=True), **tolerance)
 
 
@@ -121,12 +122,12 @@ def test_norm_that_centers(variant, dtype, shape):
 @for_each(shape=SHAPES)
 def test_a_norm_is_added(variant, dtype, shape):
     x, delta = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=2)
-    weight, steps = random(shape[1], dtype=dtype, seed=1), NativeSteps(variant)
+    weight, ops = random(shape[1], dtype=dtype, seed=1), NativeOps(variant)
     ours, before = strided(x), delta.clone()
-    steps.norm_onto(ours, strided(delta), weight, EPS)
-    assert torch.equal(ours, x + steps.norm(delta, weight, EPS))
+    ops.add_norm(ours, strided(delta), Norm(weight, EPS))
+    assert torch.equal(ours, x + ops.norm(delta, Norm(weight, EPS)))
     theirs = x.clone()
-    TorchSteps().norm_onto(theirs, delta, weight, EPS)
+    Ops().add_norm(theirs, delta, Norm(weight, EPS))
     # Where a sum is next to nothing, what its parts were rounded by shows.
     tolerance = {torch.float32: (2e-6, 1e-4), torch.bfloat16: (2**-7, 0.3)}[dtype]
     torch.testing.assert_close(ours, theirs, rtol=tolerance[0], atol=tolerance[1])
@@ -137,8 +138,8 @@ def test_a_norm_is_added(variant, dtype, shape):
 def test_norm_of_numbers_at_the_limits(variant):
     x = torch.tensor([[0.0, 0.0, 0.0], [torch.nan, 1.0, 2.0], [3e38, 3e38, 1.0], [1e-30, -1e-30, 0.0]])
     weight = torch.ones(3)
-    expected = TorchSteps().norm(x, weight, EPS)
-    torch.testing.assert_close(NativeSteps(variant).norm(x, weight, EPS), expected, equal_nan=True)
+    expected = Ops().norm(x, Norm(weight, EPS))
+    torch.testing.assert_close(NativeOps(variant).norm(x, Norm(weight, EPS)), expected, equal_nan=True)
 
 
 @variants
@@ -146,17 +147,17 @@ def test_norm_of_numbers_at_the_limits(variant):
 def test_norms_with_weights_of_float32(variant, shape):
     """Between bfloat16, as torch computes it: rounded once."""
     x, delta = random(*shape, dtype=torch.bfloat16), random(*shape, dtype=torch.bfloat16, seed=2)
-    weight, steps = random(shape[1], seed=1) + 1, NativeSteps(variant)
+    weight, ops = random(shape[1], seed=1) + 1, NativeOps(variant)
     for centers in (False, True) if shape[1] > 2 else (False,):
-        normed = steps.norm(strided(x), weight, EPS, None, 1.0, centers)
+        normed = ops.norm(strided(x), Norm(weight, EPS, centers=centers))
         expected = norm_in_float64(x, weight, centers)
         torch.testing.assert_close(normed.double(), expected, rtol=2**-8, atol=1e-4)
-        theirs = TorchSteps().norm(x, weight, EPS, None, 1.0, centers)
+        theirs = Ops().norm(x, Norm(weight, EPS, centers=centers))
         assert (normed != theirs).float().mean() < 0.01 or normed.numel() < 500
         torch.testing.assert_close(normed, theirs, rtol=2**-7, atol=1e-4)
     ours = strided(x)
-    steps.norm_onto(ours, strided(delta), weight, EPS)
-    assert torch.equal(ours, x + steps.norm(delta, weight, EPS))
+    ops.add_norm(ours, strided(delta), Norm(weight, EPS))
+    assert torch.equal(ours, x + ops.norm(delta, Norm(weight, EPS)))
 
 
 def gate_in_float64(gates_and_ups, activation):
@@ -172,13 +173,13 @@ def gate_in_float64(gates_and_ups, activation):
 @for_each(shape=SHAPES)
 def test_gate(variant, dtype, activation, shape):
     gates_and_ups = random(shape[0], 2 * shape[1], dtype=dtype, scale=8.0)
-    gated = NativeSteps(variant).gate(strided(gates_and_ups), activation)
+    gated = NativeOps(variant).gate(strided(gates_and_ups), activation)
     # e^-x of float32 is off by more than its last bits where the activation is next to nothing.
     tolerance = {"rtol": 4e-6 if dtype == torch.float32 else 2**-7, "atol": 1e-30}
     if activation == GELU_TANH:
         tolerance = {"rtol": 1e-4 if dtype == torch.float32 else 2**-7, "atol": 1e-12}
     torch.testing.assert_close(gated.double(), gate_in_float64(gates_and_ups, activation), **tolerance)
-    expected = TorchSteps().gate(gates_and_ups, activation)
+    expected = Ops().gate(gates_and_ups, activation)
     tolerance["atol"] = 1e-5 if activation == GELU_TANH else 1e-30  # of what torch takes from 1 by tanh
     torch.testing.assert_close(gated, expected, **tolerance)
     if dtype == torch.bfloat16:
@@ -192,8 +193,8 @@ def test_gate(variant, dtype, activation, shape):
 def test_gate_of_numbers_at_the_limits(variant, dtype, activation):
     gates = torch.tensor([0.0, -0.0, 90.0, -90.0, 3e38, -3e38, torch.inf, torch.nan, 1e-30, -1e-30, 88.8, -88.8])
     rows = torch.cat((gates, torch.ones(len(gates)))).to(dtype).unsqueeze(0)
-    gated = NativeSteps(variant).gate(rows, activation)
-    expected = TorchSteps().gate(rows, activation)
+    gated = NativeOps(variant).gate(rows, activation)
+    expected = Ops().gate(rows, activation)
     torch.testing.assert_close(gated, expected, rtol=2e-6, atol=1e-36, equal_nan=True)
 
 
@@ -204,8 +205,8 @@ def test_cap(variant, dtype, shape, cap):
     logits = random(*shape, dtype=dtype, scale=20.0)
     ours, theirs = strided(logits), logits.clone()
     around = ours.as_strided((shape[0], shape[1] + 7), (shape[1] + 7, 1), 0)
-    NativeSteps(variant).cap(ours, cap)
-    TorchSteps().cap(theirs, cap)
+    NativeOps(variant).cap(ours, cap)
+    Ops().cap(theirs, cap)
     tolerance = {"rtol": 5e-7 if dtype == torch.float32 else 2**-8, "atol": 1e-30}
     torch.testing.assert_close(ours.double(), cap * (logits.double() / cap).tanh(), **tolerance)
     torch.testing.assert_close(ours, theirs, **{**tolerance, "rtol": 2 * tolerance["rtol"]})
@@ -217,13 +218,13 @@ def test_cap(variant, dtype, shape, cap):
 def test_cap_of_numbers_at_the_limits(variant, dtype):
     logits = torch.tensor([[0.0, -0.0, 1e-30, -1e-30, 400.0, -3e38, torch.inf, -torch.inf, torch.nan]]).to(dtype)
     capped = logits.clone()
-    NativeSteps(variant).cap(capped, 50.0)
+    NativeOps(variant).cap(capped, 50.0)
     expected = 50 * (logits.double() / 50).tanh()
     torch.testing.assert_close(capped.double(), expected, rtol=2**-8, atol=0, equal_nan=True)
     assert capped[0, :-1].abs().max() <= 50
 
 
-class Placing:
+class Heads:
     """Random queries, keys and values of tokens at random positions, and scattered slots of a pool."""
 
     def __init__(self, num_tokens, heads, dtype, kv_dtype=None, has_norms=False, block_size=4, norm_dtype=None):
@@ -240,11 +241,13 @@ class Placing:
         self.norms = HeadNorms(*weights, EPS) if has_norms or norm_dtype else None
         self._dtype = dtype
 
-    def run(self, steps, rows=slice(None)):
+    def run(self, ops, rows=slice(None)):
         """The queries, and all keys and values of a pool that was empty."""
         pool = PagedKVPool(self._layout, self._num_blocks, CPU, self._dtype)
         rotation = (self.rotation[0][rows], self.rotation[1][rows])
-        queries = steps.place(self.heads[rows].clone(), rotation, pool, 1, self.slots[rows], self.norms)
+        queries = ops.rotate_and_store(
+            self.heads[rows].clone(), rotation, KVSlots(pool, 1, self.slots[rows]), self.norms
+        )
         assert not any(plane.any() for plane in pool.read_tensors(0, range(self._num_blocks)))
         return (queries, *pool.gather(1, torch.arange(self._num_blocks)))
 
@@ -252,9 +255,9 @@ class Placing:
 @variants
 @dtypes
 @for_each(heads=HEADS, has_norms=[False, True])
-def test_place(variant, dtype, heads, has_norms):
-    placing = Placing(11, heads, dtype, has_norms=has_norms)
-    for given_, expected in zip(placing.run(NativeSteps(variant)), placing.run(TorchSteps()), strict=True):
+def test_rotate_and_store(variant, dtype, heads, has_norms):
+    batch = Heads(11, heads, dtype, has_norms=has_norms)
+    for given_, expected in zip(batch.run(NativeOps(variant)), batch.run(Ops()), strict=True):
         if has_norms:
             tolerance = 1e-5 if dtype == torch.float32 else 0.1
             torch.testing.assert_close(given_, expected, rtol=0, atol=tolerance)
@@ -267,45 +270,45 @@ def test_place(variant, dtype, heads, has_norms):
 
 @variants
 @for_each(heads=HEADS)
-def test_place_with_norms_of_float32(variant, heads):
-    placing = Placing(11, heads, torch.bfloat16, norm_dtype=torch.float32)
-    for given_, expected in zip(placing.run(NativeSteps(variant)), placing.run(TorchSteps()), strict=True):
+def test_rotate_and_store_with_norms_of_float32(variant, heads):
+    batch = Heads(11, heads, torch.bfloat16, norm_dtype=torch.float32)
+    for given_, expected in zip(batch.run(NativeOps(variant)), batch.run(Ops()), strict=True):
         torch.testing.assert_close(given_, expected, rtol=0, atol=0.1)
         assert (given_ != expected).float().mean() < 0.01
 
 
 @variants
 @dtypes
-def test_place_in_complex_numbers(variant, dtype):
-    placing = Placing(6, (2, 1, 12), dtype)
-    queries, keys, values = placing.run(NativeSteps(variant))
-    cosines, signed_sines = (table.double() for table in placing.rotation)
+def test_rotate_and_store_in_complex_numbers(variant, dtype):
+    batch = Heads(6, (2, 1, 12), dtype)
+    queries, keys, values = batch.run(NativeOps(variant))
+    cosines, signed_sines = (table.double() for table in batch.rotation)
     turns = torch.complex(cosines[..., :6], signed_sines[..., 6:])
-    heads = placing.heads.double()
+    heads = batch.heads.double()
     turned = torch.complex(heads[..., :6], heads[..., 6:]) * turns
     expected = torch.cat((turned.real, turned.imag), -1)
     atol = 1e-5 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(queries.double(), expected[:, :2], rtol=0, atol=atol)
-    torch.testing.assert_close(keys.flatten(0, 1)[placing.slots].double(), expected[:, 2:3], rtol=0, atol=atol)
-    assert torch.equal(values.flatten(0, 1)[placing.slots], placing.heads[:, 3:])
+    torch.testing.assert_close(keys.flatten(0, 1)[batch.slots].double(), expected[:, 2:3], rtol=0, atol=atol)
+    assert torch.equal(values.flatten(0, 1)[batch.slots], batch.heads[:, 3:])
 
 
 @variants
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
-def test_place_in_a_quantized_pool(variant, kv_dtype):
-    placing = Placing(9, (4, 2, 16), torch.bfloat16, kv_dtype)
-    for given_, expected in zip(placing.run(NativeSteps(variant)), placing.run(TorchSteps()), strict=True):
+def test_rotate_and_store_in_a_quantized_pool(variant, kv_dtype):
+    batch = Heads(9, (4, 2, 16), torch.bfloat16, kv_dtype)
+    for given_, expected in zip(batch.run(NativeOps(variant)), batch.run(Ops()), strict=True):
         assert torch.equal(given_, expected)
 
 
 @needs_library
 @pytest.mark.parametrize("slot", [-1, 5 * 4, 2**40])
 def test_a_slot_outside_the_pool_is_refused_before_anything_is_written(slot):
-    placing = Placing(8, (2, 1, 8), torch.float32)
-    placing.slots[7] = slot
+    batch = Heads(8, (2, 1, 8), torch.float32)
+    batch.slots[7] = slot
     pool = PagedKVPool(KVLayout.uniform(1, 1, 8, 4, "float32"), 5, CPU)
     with pytest.raises(IndexError, match="5 blocks"):
-        NativeSteps("plain").place(placing.heads, placing.rotation, pool, 0, placing.slots)
+        NativeOps("plain").rotate_and_store(batch.heads, batch.rotation, KVSlots(pool, 0, batch.slots))
     assert not pool.keys(0).any()
 
 
@@ -322,7 +325,7 @@ def test_likeliest_is_what_torch_finds(variant, dtype, rows, columns, seed, spec
     logits = random(rows, columns, dtype=dtype, seed=seed, scale=scale)
     places = torch.randint(0, rows * columns, (len(specials),), generator=torch.Generator().manual_seed(seed))
     logits.view(-1)[places] = torch.tensor(specials, dtype=dtype)
-    highest, tokens = NativeSteps(variant).likeliest(strided(logits))
+    highest, tokens = NativeOps(variant).likeliest(strided(logits))
     expected, expected_tokens = logits.max(dim=-1)
     assert torch.equal(tokens, expected_tokens)
     torch.testing.assert_close(highest, expected.float(), rtol=0, atol=0, equal_nan=True)
@@ -330,27 +333,27 @@ def test_likeliest_is_what_torch_finds(variant, dtype, rows, columns, seed, spec
 
 @variants
 def test_likeliest_among_nothing_but_negative_infinity(variant):
-    highest, tokens = NativeSteps(variant).likeliest(torch.full((1, 600), -torch.inf))
+    highest, tokens = NativeOps(variant).likeliest(torch.full((1, 600), -torch.inf))
     assert (highest.tolist(), tokens.tolist()) == ([-torch.inf], [0])
 
 
-def all_results(steps, num_tokens, dtype, rows=slice(None)):
+def all_results(ops, num_tokens, dtype, rows=slice(None)):
     """Of enough work for several threads, or of some rows of it."""
     x, delta, weight = (random(*shape, dtype=dtype) for shape in [(num_tokens, 576), (num_tokens, 576), (576,)])
     x = x[rows].clone()
-    normed = steps.norm(x, weight, EPS, delta[rows], 0.7)
-    centered = steps.norm(x.abs(), weight, EPS, None, 1.0, True)
+    normed = ops.norm(x, Norm(weight, EPS, 0.7), delta[rows])
+    centered = ops.norm(x.abs(), Norm(weight, EPS, centers=True))
     summed = delta[rows].abs()  # and what is added: so that nothing cancels out
-    steps.norm_onto(summed, x.abs(), weight.abs(), EPS)
-    gated = steps.gate(random(num_tokens, 600, dtype=dtype)[rows])
-    approximated = steps.gate(random(num_tokens, 600, dtype=dtype)[rows], GELU_TANH)
+    ops.add_norm(summed, x.abs(), Norm(weight.abs(), EPS))
+    gated = ops.gate(random(num_tokens, 600, dtype=dtype)[rows])
+    approximated = ops.gate(random(num_tokens, 600, dtype=dtype)[rows], GELU_TANH)
     capped = random(num_tokens, 999, dtype=dtype)[rows].clone()
-    steps.cap(capped, 2.0)
-    offset = steps.norm(x, weight.float(), EPS)
-    highest, tokens = steps.likeliest(random(num_tokens, 999, dtype=dtype)[rows])
-    placing = Placing(num_tokens, (5, 2, 20), dtype, has_norms=True)
-    queries, keys, values = placing.run(steps, rows)
-    slots = placing.slots[rows]
+    ops.cap(capped, 2.0)
+    offset = ops.norm(x, Norm(weight.float(), EPS))
+    highest, tokens = ops.likeliest(random(num_tokens, 999, dtype=dtype)[rows])
+    batch = Heads(num_tokens, (5, 2, 20), dtype, has_norms=True)
+    queries, keys, values = batch.run(ops, rows)
+    slots = batch.slots[rows]
     return [
         x,
         normed,
@@ -371,7 +374,7 @@ def all_results(steps, num_tokens, dtype, rows=slice(None)):
 @variants
 @dtypes
 def test_threads_do_not_change_a_bit(variant, dtype):
-    results = [all_results(NativeSteps(variant), 301, dtype) for _ in thread_counts()]
+    results = [all_results(NativeOps(variant), 301, dtype) for _ in thread_counts()]
     for one, *others in zip(*results, strict=True):
         assert all(torch.equal(one, other) for other in others)
 
@@ -379,17 +382,17 @@ def test_threads_do_not_change_a_bit(variant, dtype):
 @variants
 @dtypes
 def test_rows_do_not_depend_on_other_rows(variant, dtype):
-    steps = NativeSteps(variant)
-    together = all_results(steps, 37, dtype)
+    ops = NativeOps(variant)
+    together = all_results(ops, 37, dtype)
     for row in (0, 5, 36):
-        alone = all_results(steps, 37, dtype, slice(row, row + 1))
+        alone = all_results(ops, 37, dtype, slice(row, row + 1))
         assert all(torch.equal(whole[row : row + 1], part) for whole, part in zip(together, alone, strict=True))
 
 
 @needs_library
 @dtypes
 def test_variants_agree(dtype):
-    plain, *others = (all_results(NativeSteps(name), 37, dtype) for name in reversed(VARIANTS) if has(name))
+    plain, *others = (all_results(NativeOps(name), 37, dtype) for name in reversed(VARIANTS) if has(name))
     for other in others:
         for one, same in zip(plain, other, strict=True):
             torch.testing.assert_close(one, same, rtol=TOLERANCES[dtype]["rtol"], atol=1e-5)
@@ -399,40 +402,40 @@ def test_variants_agree(dtype):
 
 @needs_library
 def test_other_dtypes_are_left_to_torch():
-    steps, portable = NativeSteps("plain"), TorchSteps()
+    ops, portable = NativeOps("plain"), Ops()
     x, weight = random(3, 20).half(), random(20).half()
-    assert torch.equal(steps.norm(x.clone(), weight, EPS, x), portable.norm(x.clone(), weight, EPS, x))
+    assert torch.equal(ops.norm(x.clone(), Norm(weight, EPS), x), portable.norm(x.clone(), Norm(weight, EPS), x))
     ours, theirs = x.clone(), x.clone()
-    steps.norm_onto(ours, x, weight, EPS)
-    portable.norm_onto(theirs, x, weight, EPS)
+    ops.add_norm(ours, x, Norm(weight, EPS))
+    portable.add_norm(theirs, x, Norm(weight, EPS))
     assert torch.equal(ours, theirs)
-    assert torch.equal(steps.gate(x), portable.gate(x))
-    assert torch.equal(steps.likeliest(x)[1], x.argmax(-1))
-    placing = Placing(5, (2, 1, 8), torch.float16)
-    assert all(map(torch.equal, placing.run(steps), placing.run(portable)))
+    assert torch.equal(ops.gate(x), portable.gate(x))
+    assert torch.equal(ops.likeliest(x)[1], x.argmax(-1))
+    batch = Heads(5, (2, 1, 8), torch.float16)
+    assert all(map(torch.equal, batch.run(ops), batch.run(portable)))
 
 
 def test_torch_computes_where_nothing_native_does(monkeypatch):
-    assert isinstance(choose_steps(torch.device("cuda")), TorchSteps)
+    assert isinstance(choose_ops(torch.device("cuda")), Ops)
     monkeypatch.setenv(ENVIRONMENT, "off")
-    assert isinstance(choose_steps(CPU), TorchSteps)
+    assert isinstance(choose_ops(CPU), Ops)
 
 
 @variants
 def test_a_variant_is_named(variant, monkeypatch):
     monkeypatch.setenv(ENVIRONMENT, variant)
-    steps = choose_steps(CPU)
-    assert isinstance(steps, NativeSteps)
-    assert steps.variant == variant
+    ops = choose_ops(CPU)
+    assert isinstance(ops, NativeOps)
+    assert ops.variant == variant
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):
-    file = tmp_path / "step_kernels.so"
+    file = tmp_path / "op_kernels.so"
     file.write_bytes(b"no library")
-    with pytest.raises(OSError, match="step_kernels"):
-        StepLibrary(file)
+    with pytest.raises(OSError, match="op_kernels"):
+        OpsLibrary(file)
 
 
 def test_an_unknown_variant_is_refused():
-    with pytest.raises(ValueError, match="no sse9 steps"):
-        NativeSteps("sse9")
+    with pytest.raises(ValueError, match="no sse9 ops"):
+        NativeOps("sse9")

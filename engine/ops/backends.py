@@ -6,10 +6,11 @@ import logging
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
-from engine.model.draws import Draw
 from engine.model.rope import RotaryEmbedding
-from engine.model.steps import HeadNorms, Steps, TorchSteps
-from engine.native.steps import NativeSteps, best_variant
+from engine.native.ops_library import best_variant
+from engine.ops.base import HeadNorms, KVSlots, Norm, Ops
+from engine.ops.native import NativeOps
+from engine.ops.sampling import RowSampling
 from engine.trial import why_not_triton
 from serving_core.layout import KVLayout
 from serving_core.model_files.differences import GELU_TANH, SILU
@@ -23,42 +24,42 @@ HEADS, KEY_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 48, 4
 EPS = 1e-5
 
 
-def choose_steps(device: torch.device) -> Steps:
+def choose_ops(device: torch.device) -> Ops:
     """Return the fastest ops of a device: on a CPU the compiled ones; on CUDA Triton kernels if they work and agree
     with torch's, else torch's.
     """
     if device.type == "cpu":
         variant = best_variant()
-        return TorchSteps() if variant is None else NativeSteps(variant)
-    return TorchSteps() if device.type != "cuda" or not _does_triton_agree(device) else _triton_steps()
+        return Ops() if variant is None else NativeOps(variant)
+    return Ops() if device.type != "cuda" or not _does_triton_agree(device) else _triton_ops()
 
 
-def _triton_steps() -> Steps:
-    from engine.model.triton_steps import TritonSteps
+def _triton_ops() -> Ops:
+    from engine.ops.triton import TritonOps
 
-    return TritonSteps()
+    return TritonOps()
 
 
 @functools.cache
 def _does_triton_agree(device: torch.device) -> bool:
     """Return whether Triton's ops agree with torch's; if not, log the reason."""
-    why = why_not_triton(lambda: _largest_difference(_triton_steps(), TorchSteps(), device), TOLERANCE)
+    why = why_not_triton(lambda: _largest_difference(_triton_ops(), Ops(), device), TOLERANCE)
     if why:
-        logger.warning("steps between products are not by kernels of Triton, and slower: %s", why)
+        logger.warning("ops between products are not by kernels of Triton, and slower: %s", why)
     return not why
 
 
 @torch.inference_mode()
-def _largest_difference(steps: Steps, reference: Steps, device: torch.device) -> float:
+def _largest_difference(ops: Ops, reference: Ops, device: torch.device) -> float:
     """Return the largest difference between two backends on the same random numbers, over the largest number."""
     differences = [
         ((ours - expected).abs().max() / expected.abs().max()).float()
-        for ours, expected in zip(_tried(steps, device), _tried(reference, device), strict=True)
+        for ours, expected in zip(_tried(ops, device), _tried(reference, device), strict=True)
     ]
     return float(torch.stack(differences).max())
 
 
-def _tried(steps: Steps, device: torch.device) -> list[torch.Tensor]:
+def _tried(ops: Ops, device: torch.device) -> list[torch.Tensor]:
     """Return the results of all ops in bfloat16."""
     generator = torch.Generator().manual_seed(0)
 
@@ -66,16 +67,17 @@ def _tried(steps: Steps, device: torch.device) -> list[torch.Tensor]:
         return torch.randn(shape, generator=generator, device="cpu").to(device, torch.bfloat16)
 
     x, delta, weight = random(ROWS, COLUMNS), random(ROWS, COLUMNS), random(COLUMNS)
-    given = [steps.norm(x, weight, EPS, delta, 0.5), steps.norm(x, weight.float(), EPS, centers=True)]
-    steps.norm_onto(x, delta, weight, EPS)
-    given += [x, *(steps.gate(random(ROWS, 2 * COLUMNS), activation) for activation in (SILU, GELU_TANH))]
+    norm, centering = Norm(weight, EPS, delta_scale=0.5), Norm(weight.float(), EPS, centers=True)
+    given = [ops.norm(x, norm, delta), ops.norm(x, centering)]
+    ops.add_norm(x, delta, norm)
+    given += [x, *(ops.gate(random(ROWS, 2 * COLUMNS), activation) for activation in (SILU, GELU_TANH))]
     pool = PagedKVPool(KVLayout.uniform(1, KEY_HEADS, HEAD_DIM, BLOCK_SIZE, "bfloat16"), ROWS, device)
     positions = torch.arange(ROWS, device=device)
     rotation = RotaryEmbedding(DefaultRope(1e4), HEAD_DIM, device).tables(positions, torch.bfloat16)
     for norms in (None, HeadNorms(random(HEAD_DIM), random(HEAD_DIM), EPS)):
         heads = random(ROWS, HEADS + 2 * KEY_HEADS, HEAD_DIM)
-        given.append(steps.place(heads, rotation, pool, 0, positions * 3, norms))
+        given.append(ops.rotate_and_store(heads, rotation, KVSlots(pool, 0, positions * 3), norms))
         given += [pool.keys(0).clone(), pool.values(0).clone()]
     logits = random(ROWS, COLUMNS)
-    draws = [Draw(row, (row + 0.5) / ROWS, 1.0, top_p=0.9) for row in range(ROWS)]
-    return [*given, steps.draw(logits, logits.max(-1).values, draws)]
+    samplings = [RowSampling(row, (row + 0.5) / ROWS, 1.0, top_p=0.9) for row in range(ROWS)]
+    return [*given, ops.sample(logits, logits.max(-1).values, samplings)]

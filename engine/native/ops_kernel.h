@@ -1,8 +1,8 @@
-/* One kernel, for one kind of vector; included by each variant, which names it STEP_KERNEL.
+/* One kernel, for one kind of vector; included by each variant, which names it OPS_KERNEL.
  *
  * Numbers are float32 between reading and writing. Vectors beyond the end of a row are read and written in part.
  */
-#include "steps.h"
+#include "ops.h"
 
 #include <float.h>
 #include <math.h>
@@ -147,52 +147,52 @@ INLINE void write_centered(int32_t element, int32_t weight_element, uint8_t *out
     write(element, output, at, end, vec_mul(a, read(weight_element, weight, at, end)));
 }
 
-INLINE void center_as(int32_t element, int32_t weight_element, const Norm *step, uint8_t *output, uint8_t *x,
+INLINE void center_as(int32_t element, int32_t weight_element, const Norm *op, uint8_t *output, uint8_t *x,
                       const uint8_t *delta) {
-    int32_t count = step->num_columns;
-    vec sums[NUM_SUMS], squares[NUM_SUMS], scale = vec_all(step->delta_scale);
+    int32_t count = op->num_columns;
+    vec sums[NUM_SUMS], squares[NUM_SUMS], scale = vec_all(op->delta_scale);
     for (int i = 0; i < NUM_SUMS; ++i) sums[i] = squares[i] = vec_zero();
     FOR_EACH_VECTOR(count, add_elements, element, x, delta, scale, sums);
     vec negated_mean = vec_all(-total_of(sums) / (float)count);
     FOR_EACH_VECTOR(count, add_centered_squares, element, x, negated_mean, squares);
-    vec inverse = vec_all(1.0f / sqrtf(total_of(squares) / (float)count + step->eps));
-    FOR_EACH_VECTOR(count, write_centered, element, weight_element, output, x, step->weight, negated_mean, inverse);
+    vec inverse = vec_all(1.0f / sqrtf(total_of(squares) / (float)count + op->eps));
+    FOR_EACH_VECTOR(count, write_centered, element, weight_element, output, x, op->weight, negated_mean, inverse);
 }
 
-INLINE void norm_as(int32_t element, int32_t weight_element, const Norm *step, int64_t row) {
-    int32_t count = step->num_columns;
-    uint8_t *x = step->x + row * step->x_stride, *output = step->output + row * step->output_stride;
-    const uint8_t *delta = step->delta == NULL ? NULL : step->delta + row * step->delta_stride;
-    if (step->centers) {
-        center_as(element, weight_element, step, output, x, delta);
+INLINE void norm_as(int32_t element, int32_t weight_element, const Norm *op, int64_t row) {
+    int32_t count = op->num_columns;
+    uint8_t *x = op->x + row * op->x_stride, *output = op->output + row * op->output_stride;
+    const uint8_t *delta = op->delta == NULL ? NULL : op->delta + row * op->delta_stride;
+    if (op->centers) {
+        center_as(element, weight_element, op, output, x, delta);
         return;
     }
-    vec inverse = inverse_of(element, x, delta, step->delta_scale, step->eps, count);
-    if (step->increases) FOR_EACH_VECTOR(count, add_normed, element, weight_element, output, x, step->weight, inverse);
-    else FOR_EACH_VECTOR(count, write_normed, element, weight_element, output, x, step->weight, inverse);
+    vec inverse = inverse_of(element, x, delta, op->delta_scale, op->eps, count);
+    if (op->increases) FOR_EACH_VECTOR(count, add_normed, element, weight_element, output, x, op->weight, inverse);
+    else FOR_EACH_VECTOR(count, write_normed, element, weight_element, output, x, op->weight, inverse);
 }
 
 static void norm(const void *data, int64_t row) {
-    const Norm *step = data;
-    if (step->element == FLOAT32) norm_as(FLOAT32, FLOAT32, step, row);
-    else if (step->weight_element == FLOAT32) norm_as(BFLOAT16, FLOAT32, step, row);
-    else norm_as(BFLOAT16, BFLOAT16, step, row);
+    const Norm *op = data;
+    if (op->element == FLOAT32) norm_as(FLOAT32, FLOAT32, op, row);
+    else if (op->weight_element == FLOAT32) norm_as(BFLOAT16, FLOAT32, op, row);
+    else norm_as(BFLOAT16, BFLOAT16, op, row);
 }
 
 INLINE void add_up(int32_t element, uint8_t *x, const uint8_t *delta, int32_t at, int32_t end) {
     write(element, x, at, end, vec_add(read(element, x, at, end), read(element, delta, at, end)));
 }
 
-INLINE void sum_as(int32_t element, const Sum *step, int64_t row) {
-    int64_t row_bytes = step->num_columns * bytes_of(element);
-    uint8_t *x = step->x + row * row_bytes;
-    const uint8_t *delta = step->delta + row * row_bytes;
-    FOR_EACH_VECTOR(step->num_columns, add_up, element, x, delta);
+INLINE void sum_as(int32_t element, const Sum *op, int64_t row) {
+    int64_t row_bytes = op->num_columns * bytes_of(element);
+    uint8_t *x = op->x + row * row_bytes;
+    const uint8_t *delta = op->delta + row * row_bytes;
+    FOR_EACH_VECTOR(op->num_columns, add_up, element, x, delta);
 }
 
-static void sum(const void *step, int64_t row) {
-    if (((const Sum *)step)->element == BFLOAT16) sum_as(BFLOAT16, step, row);
-    else sum_as(FLOAT32, step, row);
+static void sum(const void *op, int64_t row) {
+    if (((const Sum *)op)->element == BFLOAT16) sum_as(BFLOAT16, op, row);
+    else sum_as(FLOAT32, op, row);
 }
 
 INLINE void turn_pairs(int32_t element, uint8_t *head, const uint8_t *cosines, const uint8_t *signed_sines,
@@ -216,26 +216,26 @@ INLINE void norm_head(int32_t element, int32_t weight_element, uint8_t *head, co
     FOR_EACH_VECTOR(count, write_normed, element, weight_element, head, head, weight, inverse);
 }
 
-INLINE void place_as(int32_t element, int32_t weight_element, const Placement *step, int64_t row) {
-    int32_t head_dim = step->head_dim, num_rotated = step->num_heads + step->num_kv_heads;
-    int64_t head_bytes = head_dim * bytes_of(element), token_bytes = step->num_kv_heads * head_bytes;
-    uint8_t *heads = step->heads + row * step->stride;
+INLINE void rotate_and_store_as(int32_t element, int32_t weight_element, const HeadStore *op, int64_t row) {
+    int32_t head_dim = op->head_dim, num_rotated = op->num_heads + op->num_kv_heads;
+    int64_t head_bytes = head_dim * bytes_of(element), token_bytes = op->num_kv_heads * head_bytes;
+    uint8_t *heads = op->heads + row * op->stride;
     for (int32_t head = 0; head < num_rotated; ++head) {
         uint8_t *at = heads + head * head_bytes;
-        const uint8_t *weight = head < step->num_heads ? step->query_weight : step->key_weight;
-        if (weight != NULL) norm_head(element, weight_element, at, weight, step->eps, head_dim);
-        turn(element, at, step->cosines + row * head_bytes, step->signed_sines + row * head_bytes, head_dim / 2);
+        const uint8_t *weight = head < op->num_heads ? op->query_weight : op->key_weight;
+        if (weight != NULL) norm_head(element, weight_element, at, weight, op->eps, head_dim);
+        turn(element, at, op->cosines + row * head_bytes, op->signed_sines + row * head_bytes, head_dim / 2);
     }
-    if (step->keys == NULL) return;
-    memcpy(step->keys + step->slots[row] * token_bytes, heads + step->num_heads * head_bytes, (size_t)token_bytes);
-    memcpy(step->values + step->slots[row] * token_bytes, heads + num_rotated * head_bytes, (size_t)token_bytes);
+    if (op->keys == NULL) return;
+    memcpy(op->keys + op->slots[row] * token_bytes, heads + op->num_heads * head_bytes, (size_t)token_bytes);
+    memcpy(op->values + op->slots[row] * token_bytes, heads + num_rotated * head_bytes, (size_t)token_bytes);
 }
 
-static void place(const void *data, int64_t row) {
-    const Placement *step = data;
-    if (step->element == FLOAT32) place_as(FLOAT32, FLOAT32, step, row);
-    else if (step->weight_element == FLOAT32) place_as(BFLOAT16, FLOAT32, step, row);
-    else place_as(BFLOAT16, BFLOAT16, step, row);
+static void rotate_and_store(const void *data, int64_t row) {
+    const HeadStore *op = data;
+    if (op->element == FLOAT32) rotate_and_store_as(FLOAT32, FLOAT32, op, row);
+    else if (op->weight_element == FLOAT32) rotate_and_store_as(BFLOAT16, FLOAT32, op, row);
+    else rotate_and_store_as(BFLOAT16, BFLOAT16, op, row);
 }
 
 /* x / (1 + e^-z), where z is x, or 2 sqrt(2 / pi) (x + 0.044715 x^3): so that it is x (1 + tanh(z / 2)) / 2. z has the
@@ -255,36 +255,36 @@ INLINE void write_gated(int32_t element, int32_t activation, uint8_t *output, co
     write(element, output, at, end, vec_mul(gate, read(element, ups, at, end)));
 }
 
-INLINE void gate_as(int32_t element, int32_t activation, const Gating *step, int64_t row) {
-    int32_t count = step->num_columns;
-    const uint8_t *gates = step->gates + row * step->stride, *ups = gates + count * bytes_of(element);
-    uint8_t *output = step->output + row * count * bytes_of(element);
+INLINE void gate_as(int32_t element, int32_t activation, const Gating *op, int64_t row) {
+    int32_t count = op->num_columns;
+    const uint8_t *gates = op->gates + row * op->stride, *ups = gates + count * bytes_of(element);
+    uint8_t *output = op->output + row * count * bytes_of(element);
     FOR_EACH_VECTOR(count, write_gated, element, activation, output, gates, ups);
 }
 
-INLINE void gate_with(int32_t activation, const Gating *step, int64_t row) {
-    if (step->element == BFLOAT16) gate_as(BFLOAT16, activation, step, row);
-    else gate_as(FLOAT32, activation, step, row);
+INLINE void gate_with(int32_t activation, const Gating *op, int64_t row) {
+    if (op->element == BFLOAT16) gate_as(BFLOAT16, activation, op, row);
+    else gate_as(FLOAT32, activation, op, row);
 }
 
 static void gate(const void *data, int64_t row) {
-    const Gating *step = data;
-    if (step->activation == GELU_TANH) gate_with(GELU_TANH, step, row);
-    else gate_with(SILU, step, row);
+    const Gating *op = data;
+    if (op->activation == GELU_TANH) gate_with(GELU_TANH, op, row);
+    else gate_with(SILU, op, row);
 }
 
 INLINE void write_capped(int32_t element, uint8_t *row, vec cap, vec inverse, int32_t at, int32_t end) {
     write(element, row, at, end, vec_mul(cap, vec_tanh(vec_mul(read(element, row, at, end), inverse))));
 }
 
-INLINE void cap_as(int32_t element, const Capping *step, int64_t row) {
-    vec cap = vec_all(step->cap), inverse = vec_all(1.0f / step->cap);
-    FOR_EACH_VECTOR(step->num_columns, write_capped, element, step->rows + row * step->stride, cap, inverse);
+INLINE void cap_as(int32_t element, const Capping *op, int64_t row) {
+    vec cap = vec_all(op->cap), inverse = vec_all(1.0f / op->cap);
+    FOR_EACH_VECTOR(op->num_columns, write_capped, element, op->rows + row * op->stride, cap, inverse);
 }
 
-static void cap(const void *step, int64_t row) {
-    if (((const Capping *)step)->element == BFLOAT16) cap_as(BFLOAT16, step, row);
-    else cap_as(FLOAT32, step, row);
+static void cap(const void *op, int64_t row) {
+    if (((const Capping *)op)->element == BFLOAT16) cap_as(BFLOAT16, op, row);
+    else cap_as(FLOAT32, op, row);
 }
 
 /* Finds the largest of a row by integers in the order of the numbers: both zeros are the same, and not a number, whose
@@ -322,21 +322,21 @@ DEFINE_SEARCH(search_bfloat16, int16_t, 15, 0x7f80, INT16_MAX)
 DEFINE_SEARCH(search_float32, int32_t, 31, 0x7f800000, INT32_MAX)
 
 static void search(const void *data, int64_t row) {
-    const Search *step = data;
-    const uint8_t *numbers = step->rows + row * step->stride;
+    const Search *op = data;
+    const uint8_t *numbers = op->rows + row * op->stride;
     int64_t place;
     uint32_t bits;
-    if (step->element == BFLOAT16) {
-        place = search_bfloat16(numbers, step->num_columns);
+    if (op->element == BFLOAT16) {
+        place = search_bfloat16(numbers, op->num_columns);
         bits = (uint32_t)((const uint16_t *)numbers)[place] << 16;
     } else {
-        place = search_float32(numbers, step->num_columns);
+        place = search_float32(numbers, op->num_columns);
         bits = ((const uint32_t *)numbers)[place];
     }
-    memcpy(&step->highest[row], &bits, 4);
-    step->places[row] = place;
+    memcpy(&op->highest[row], &bits, 4);
+    op->places[row] = place;
 }
 
-#include "steps_draw.h"
+#include "ops_sampling.h"
 
-const StepKernel STEP_KERNEL = {norm, sum, place, gate, search, cap, draw};
+const OpsKernel OPS_KERNEL = {norm, sum, rotate_and_store, gate, search, cap, sample};

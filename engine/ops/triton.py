@@ -11,10 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.cache.kv_pool import PagedKVPool
-from engine.model.draws import LIKELIEST_MASS, Draw, drawn
 from engine.model.rope import Rotation
-from engine.model.steps import HeadNorms, TorchSteps
+from engine.ops.base import HeadNorms, KVSlots, Norm, Ops
+from engine.ops.sampling import LIKELIEST_MASS, RowSampling, sample_rows
 from serving_core.model_files.differences import GELU_TANH, SILU
 
 COLUMNS: Final = 2048  # that a program handles at once
@@ -128,7 +127,7 @@ def norm_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def add_norm(  # type: ignore[no-untyped-def]
+def add_norm_rows(  # type: ignore[no-untyped-def]
     x, delta, weight, x_stride, delta_stride, num_columns, eps, COLUMNS: tl.constexpr
 ) -> None:
     """Add the norm of one row of delta to x."""
@@ -144,7 +143,7 @@ def add_norm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def place_heads(  # type: ignore[no-untyped-def]
+def rotate_and_store_heads(  # type: ignore[no-untyped-def]
     heads,
     cosines,
     sines,
@@ -168,7 +167,7 @@ def place_heads(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ) -> None:
-    """Place HEADS heads (queries, keys and values) of one token; queries and keys are normed and rotated.
+    """Norm and rotate HEADS heads of one token; write queries to `queries`, keys and values to the KV pool.
 
     Each element is rotated with the one half a head apart.
     """
@@ -238,75 +237,62 @@ def gate_rows(  # type: ignore[no-untyped-def]
     tl.store(outputs + row * num_columns + columns, result.to(dtype), mask=inside)
 
 
-class TritonSteps(TorchSteps):
+class TritonOps(Ops):
     """The Triton backend. Rounds where torch does. The bits of a row do not depend on the other rows."""
 
-    def is_invariant(self, dtype: torch.dtype) -> bool:
+    def is_batch_invariant(self, dtype: torch.dtype) -> bool:
         return dtype in DTYPES
 
-    def norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        delta: torch.Tensor | None = None,
-        delta_scale: float = 1.0,
-        centers: bool = False,
-    ) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, norm: Norm, delta: torch.Tensor | None = None) -> torch.Tensor:
         if not _are_rows(x, delta):
-            return super().norm(x, weight, eps, delta, delta_scale, centers)
+            return super().norm(x, norm, delta)
         outputs = torch.empty_like(x, memory_format=torch.contiguous_format)
         added = x if delta is None else delta
         with torch.cuda.device(x.device):
             norm_rows[(len(x),)](
                 x,
                 added,
-                weight,
+                norm.weight,
                 outputs,
                 x.stride(0),
                 added.stride(0),
                 x.shape[1],
-                eps,
-                delta_scale,
+                norm.eps,
+                norm.delta_scale,
                 HAS_DELTA=delta is not None,
-                IS_SCALED=delta_scale != 1,
-                CENTERS=centers,
+                IS_SCALED=norm.delta_scale != 1,
+                CENTERS=norm.centers,
                 **_columns(x.shape[1]),
             )
         return outputs
 
-    def norm_onto(self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> None:
         if not _are_rows(x, delta):
-            super().norm_onto(x, delta, weight, eps)
+            super().add_norm(x, delta, norm)
             return
         strides = (x.stride(0), delta.stride(0))
         with torch.cuda.device(x.device):
-            add_norm[(len(x),)](x, delta, weight, *strides, x.shape[1], eps, **_columns(x.shape[1]))
+            add_norm_rows[(len(x),)](x, delta, norm.weight, *strides, x.shape[1], norm.eps, **_columns(x.shape[1]))
 
-    def place(
-        self,
-        heads: torch.Tensor,
-        rotation: Rotation,
-        pool: PagedKVPool,
-        layer: int,
-        slots: torch.Tensor,
-        norms: HeadNorms | None = None,
+    def rotate_and_store(
+        self, heads: torch.Tensor, rotation: Rotation, kv: KVSlots, norms: HeadNorms | None = None
     ) -> torch.Tensor:
+        pool = kv.pool
         if pool.layout.is_quantized or heads.dtype != pool.compute_dtype or heads.stride(2) != 1:
-            return super().place(heads, rotation, pool, layer, slots, norms)
+            return super().rotate_and_store(heads, rotation, kv, norms)
         num_tokens, num_all_heads, head_dim = heads.shape
         num_kv_heads = pool.layout.num_kv_heads
-        keys, values = pool.keys(layer), pool.values(layer)
+        keys, values = pool.keys(kv.layer), pool.values(kv.layer)
         queries = heads.new_empty((num_tokens, num_all_heads - 2 * num_kv_heads, head_dim))
         cosines, sines = (table.contiguous() for table in rotation)
         with torch.cuda.device(heads.device):
-            place_heads[num_tokens, triton.cdiv(num_all_heads, HEADS)](
+            rotate_and_store_heads[num_tokens, triton.cdiv(num_all_heads, HEADS)](
                 heads,
                 cosines,
                 sines,
                 heads if norms is None else norms.query_weight,
                 heads if norms is None else norms.key_weight,
-                slots,
+                kv.slots,
                 queries,
                 keys,
                 values,
@@ -343,8 +329,9 @@ class TritonSteps(TorchSteps):
             )
         return outputs
 
-    def draw(self, logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-        return drawn(logits, highest, draws, least_in_nuclei if len(draws) >= FEWEST_UNSORTED else None)
+    def sample(self, logits: torch.Tensor, highest: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
+        is_unsorted = len(samplings) >= FEWEST_UNSORTED
+        return sample_rows(logits, highest, samplings, least_in_nuclei if is_unsorted else None)
 
 
 def _are_rows(x: torch.Tensor, delta: torch.Tensor | None) -> bool:

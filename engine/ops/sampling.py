@@ -1,6 +1,6 @@
-"""Draw tokens at random from many rows of logits at once, with torch on every device, without synchronizing with CUDA.
+"""Sample tokens from many rows of logits at once, with torch on every device, without synchronizing with CUDA.
 
-Masses are integers, whose sums are equal in any order: so a draw depends neither on other rows nor on the number of
+Masses are integers, whose sums are equal in any order: so a token depends neither on other rows nor on the number of
 threads.
 """
 
@@ -21,8 +21,8 @@ not below have the needed mass; 0 where it is 0.
 """
 
 
-class Draw(NamedTuple):
-    """Parameters of one draw from a row of logits.
+class RowSampling(NamedTuple):
+    """How one token is sampled from a row of logits.
 
     The weight of a token is e^((logit - highest) / temperature). A token stays if its weight is at least min_p, at
     least the top_k-th largest, and in the nucleus of the remaining tokens: the likeliest that hold top_p of the mass.
@@ -37,18 +37,24 @@ class Draw(NamedTuple):
     top_k: int = 0  # off, as is any number of at least all tokens
 
 
-def drawn(
-    logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw], in_nuclei: LeastInNuclei | None = None
+def sample_rows(
+    logits: torch.Tensor,
+    highest: torch.Tensor,
+    samplings: Sequence[RowSampling],
+    in_nuclei: LeastInNuclei | None = None,
 ) -> torch.Tensor:
-    """Compute `Steps.draw`. Without `in_nuclei`, which changes no bit, weights are sorted."""
-    pieces = _pieces(logits, draws)
+    """Compute `Ops.sample`. Without `in_nuclei`, which changes no bit, weights are sorted."""
+    pieces = _pieces(logits, samplings)
     return torch.cat(
-        [_drawn(*_chosen(logits, highest, [draw.row for draw in piece]), piece, in_nuclei) for piece in pieces]
+        [
+            _sample_piece(*_chosen(logits, highest, [sampling.row for sampling in piece]), piece, in_nuclei)
+            for piece in pieces
+        ]
     )
 
 
 def log_totals(logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Compute `Steps.log_totals`."""
+    """Compute `Ops.log_totals`."""
     return torch.cat([_log_totals(*_chosen(logits, highest, piece)) for piece in _pieces(logits, rows)])
 
 
@@ -73,17 +79,17 @@ def _log_totals(logits: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
     return torch.where(highest[:, 0].isfinite(), total, torch.nan)
 
 
-def _drawn(
-    logits: torch.Tensor, highest: torch.Tensor, draws: Sequence[Draw], in_nuclei: LeastInNuclei | None
+def _sample_piece(
+    logits: torch.Tensor, highest: torch.Tensor, samplings: Sequence[RowSampling], in_nuclei: LeastInNuclei | None
 ) -> torch.Tensor:
     device, num_columns = logits.device, logits.shape[1]
-    columns = torch.tensor([draw[1:5] for draw in draws], dtype=torch.float64).T[:, :, None]
+    columns = torch.tensor([sampling[1:5] for sampling in samplings], dtype=torch.float64).T[:, :, None]
     numbers, temperatures, min_p, top_p = _on(device, columns)
     weights = logits.sub(highest).div_(temperatures.float()).exp_()
-    if any(draw.min_p > 0 for draw in draws):
+    if any(sampling.min_p > 0 for sampling in samplings):
         weights.mul_(weights >= min_p.float())
-    top_k = [draw.top_k if 0 < draw.top_k < num_columns else 0 for draw in draws]
-    has_nucleus = [draw.top_p < 1 for draw in draws]
+    top_k = [sampling.top_k if 0 < sampling.top_k < num_columns else 0 for sampling in samplings]
+    has_nucleus = [sampling.top_p < 1 for sampling in samplings]
     if any(top_k) or any(has_nucleus):
         weights.mul_(weights >= _least_weights(weights, top_k, top_p, has_nucleus, in_nuclei))
     masses = _masses(weights).cumsum_(-1)

@@ -1,4 +1,4 @@
-/* Draws a token of a row at random; a part of steps_kernel.h.
+/* Samples a token of a row; a part of ops_kernel.h.
  *
  * No row is sorted. How many weights, or how much of their mass, is at least some number falls as the number grows, in
  * float32 too. So the last weight that stays is found by halving the bits between which it lies, each time with one
@@ -6,11 +6,11 @@
  */
 #define GROUP (NUM_SUMS * LANES) /* weights that are read at once */
 
-_Static_assert(GROUP <= MOST_GROUP && DRAW_CHUNK % GROUP == 0, "a chunk is of whole groups");
+_Static_assert(GROUP <= MOST_GROUP && SAMPLE_CHUNK % GROUP == 0, "a chunk is of whole groups");
 
 typedef struct {
     int64_t num_chunks;
-    float *weights;    /* [num_chunks, DRAW_CHUNK]: of the tokens, relative to the likeliest; zeros beyond the end */
+    float *weights;    /* [num_chunks, SAMPLE_CHUNK]: of the tokens, relative to the likeliest; zeros beyond the end */
     float *maxima;     /* [num_chunks], of each chunk; zeros beyond the end */
     double *masses;    /* [num_chunks], of what stays */
     float *candidates; /* as many as weights, and a group */
@@ -31,10 +31,10 @@ INLINE uint32_t bits_of(float number) {
 INLINE int64_t whole_groups(int64_t num) { return (num + GROUP - 1) / GROUP * GROUP; }
 
 INLINE Weighed laid_out(uint8_t *scratch, int64_t num_columns) {
-    int64_t num_chunks = (num_columns + DRAW_CHUNK - 1) / DRAW_CHUNK;
+    int64_t num_chunks = (num_columns + SAMPLE_CHUNK - 1) / SAMPLE_CHUNK;
     double *masses = (double *)scratch;
-    float *weights = (float *)(masses + num_chunks), *candidates = weights + num_chunks * DRAW_CHUNK;
-    return (Weighed){num_chunks, weights, candidates + num_chunks * DRAW_CHUNK + GROUP, masses, candidates};
+    float *weights = (float *)(masses + num_chunks), *candidates = weights + num_chunks * SAMPLE_CHUNK;
+    return (Weighed){num_chunks, weights, candidates + num_chunks * SAMPLE_CHUNK + GROUP, masses, candidates};
 }
 
 /* Of weights of at least `least` their number or their mass; of up to a chunk, in whole groups. */
@@ -58,27 +58,27 @@ INLINE float last_within(const float *weights, int64_t num, double enough, float
         uint32_t middle = low + (high - low) / 2;
         vec least = vec_all(number_of(middle));
         double total = 0;
-        for (int64_t first = 0; first < num; first += DRAW_CHUNK)
-            total += total_from(weights + first, num - first < DRAW_CHUNK ? num - first : DRAW_CHUNK, least, counts);
+        for (int64_t first = 0; first < num; first += SAMPLE_CHUNK)
+            total += total_from(weights + first, num - first < SAMPLE_CHUNK ? num - first : SAMPLE_CHUNK, least, counts);
         if (total >= enough) low = middle;
         else high = middle;
     }
     return number_of(low);
 }
 
-INLINE void weigh_as(int32_t element, const Drawing *step, const Draw *draw, Weighed *row, float highest) {
-    const uint8_t *logits = step->rows + draw->row * step->stride;
-    double most = 3e38, factor = (double)LOG2_E / draw->temperature;
+INLINE void weigh_as(int32_t element, const SamplingBatch *op, const Sampling *sampling, Weighed *row, float highest) {
+    const uint8_t *logits = op->rows + sampling->row * op->stride;
+    double most = 3e38, factor = (double)LOG2_E / sampling->temperature;
     vec scale = vec_all((float)(factor < most ? factor : most)), lowered = vec_all(-highest);
     for (int64_t chunk = 0; chunk < row->num_chunks; ++chunk) {
-        int64_t first = chunk * DRAW_CHUNK, left = step->num_columns - first;
+        int64_t first = chunk * SAMPLE_CHUNK, left = op->num_columns - first;
         float *weights = row->weights + first;
         const uint8_t *from = logits + first * bytes_of(element);
-        int32_t num = left < DRAW_CHUNK ? (int32_t)left : DRAW_CHUNK;
+        int32_t num = left < SAMPLE_CHUNK ? (int32_t)left : SAMPLE_CHUNK;
         vec top = vec_zero();
         for (int32_t at = 0; at < num; at += LANES)
             vec_store(weights + at, vec_exp2(vec_mul(vec_add(read(element, from, at, num), lowered), scale)));
-        memset(weights + num, 0, (size_t)(DRAW_CHUNK - num) * sizeof(float));
+        memset(weights + num, 0, (size_t)(SAMPLE_CHUNK - num) * sizeof(float));
         for (int32_t at = 0; at < num; at += LANES) top = vec_max(top, vec_load(weights + at));
         row->maxima[chunk] = vec_max_of(top);
     }
@@ -90,8 +90,8 @@ static double add_masses(Weighed *row, float least) {
     double mass = 0;
     vec reached = vec_all(least);
     for (int64_t chunk = 0; chunk < row->num_chunks; ++chunk) {
-        const float *weights = row->weights + chunk * DRAW_CHUNK;
-        row->masses[chunk] = row->maxima[chunk] >= least ? total_from(weights, DRAW_CHUNK, reached, 0) : 0;
+        const float *weights = row->weights + chunk * SAMPLE_CHUNK;
+        row->masses[chunk] = row->maxima[chunk] >= least ? total_from(weights, SAMPLE_CHUNK, reached, 0) : 0;
         mass += row->masses[chunk];
     }
     return mass;
@@ -102,9 +102,9 @@ static int64_t gather(Weighed *row, float least) {
     int64_t num = 0;
     vec reached = vec_all(least);
     for (int64_t chunk = 0; chunk < row->num_chunks; ++chunk) {
-        const float *weights = row->weights + chunk * DRAW_CHUNK;
+        const float *weights = row->weights + chunk * SAMPLE_CHUNK;
         if (row->maxima[chunk] < least) continue;
-        for (int32_t at = 0; at < DRAW_CHUNK; at += LANES)
+        for (int32_t at = 0; at < SAMPLE_CHUNK; at += LANES)
             num += vec_append(row->candidates + num, vec_load(weights + at), reached);
     }
     memset(row->candidates + num, 0, (size_t)(whole_groups(num) - num) * sizeof(float));
@@ -121,7 +121,7 @@ static float least_of_top(Weighed *row, int64_t top_k, float least) {
 /* The least weight of the likeliest tokens that hold top_p of the mass of what reaches `least`. All weights below the
  * cut together are no more than the rest of the mass. */
 static float nucleus_edge(Weighed *row, double top_p, double mass, float least) {
-    float cut = (float)((1 - top_p) * mass / (double)(row->num_chunks * DRAW_CHUNK));
+    float cut = (float)((1 - top_p) * mass / (double)(row->num_chunks * SAMPLE_CHUNK));
     if (cut > least) least = cut;
     return last_within(row->candidates, gather(row, least), top_p * mass, least, 0);
 }
@@ -136,8 +136,8 @@ static int64_t token_at(const Weighed *row, double target, float least) {
         before = passed;
         passed += row->masses[chunk];
     }
-    int64_t token = chosen * DRAW_CHUNK;
-    for (int64_t at = token, end = at + DRAW_CHUNK; at < end && before <= target; ++at) {
+    int64_t token = chosen * SAMPLE_CHUNK;
+    for (int64_t at = token, end = at + SAMPLE_CHUNK; at < end && before <= target; ++at) {
         if (row->weights[at] < least) continue;
         token = at;
         before += row->weights[at];
@@ -145,23 +145,23 @@ static int64_t token_at(const Weighed *row, double target, float least) {
     return token;
 }
 
-static void draw(const Drawing *step, int64_t index, uint8_t *scratch) {
-    const Draw *draw = &step->draws[index];
-    Weighed row = laid_out(scratch, step->num_columns);
-    float highest = step->highest[draw->row], least = fminf(fmaxf((float)draw->min_p, FLT_MIN), 1.0f);
+static void sample(const SamplingBatch *op, int64_t index, uint8_t *scratch) {
+    const Sampling *sampling = &op->samplings[index];
+    Weighed row = laid_out(scratch, op->num_columns);
+    float highest = op->highest[sampling->row], least = fminf(fmaxf((float)sampling->min_p, FLT_MIN), 1.0f);
     if (!isfinite(highest)) { /* nothing may come, or the model is broken */
-        step->tokens[index] = step->num_columns - 1;
-        step->masses[index] = NAN;
+        op->tokens[index] = op->num_columns - 1;
+        op->masses[index] = NAN;
         return;
     }
-    if (step->element == BFLOAT16) weigh_as(BFLOAT16, step, draw, &row, highest);
-    else weigh_as(FLOAT32, step, draw, &row, highest);
-    if (draw->top_k > 0 && draw->top_k < step->num_columns) least = least_of_top(&row, draw->top_k, least);
+    if (op->element == BFLOAT16) weigh_as(BFLOAT16, op, sampling, &row, highest);
+    else weigh_as(FLOAT32, op, sampling, &row, highest);
+    if (sampling->top_k > 0 && sampling->top_k < op->num_columns) least = least_of_top(&row, sampling->top_k, least);
     double mass = add_masses(&row, least);
-    if (draw->top_p < 1) {
-        least = nucleus_edge(&row, draw->top_p, mass, least);
+    if (sampling->top_p < 1) {
+        least = nucleus_edge(&row, sampling->top_p, mass, least);
         mass = add_masses(&row, least);
     }
-    step->masses[index] = mass;
-    step->tokens[index] = token_at(&row, draw->number * mass, least);
+    op->masses[index] = mass;
+    op->tokens[index] = token_at(&row, sampling->number * mass, least);
 }
