@@ -214,6 +214,6 @@ def _may_change(node_requests: NodeRequests) -> bool:
 def _goes_on(work: Work, node_request: NodeRequest) -> bool:
     """Return whether a sequence takes one token of the running step, needs one more, and has all its blocks here."""
     request = work.request
-    is_decoding = node_request.state is RequestState.RUNNING and work.num_tokens == 1 and not work.candidates
+    is_decoding = node_request.state is RequestState.RUNNING and work.num_tokens == 1 and not work.draft_tokens
     has_more = request.num_output_tokens + 1 < request.sampling.max_tokens
     return is_decoding and node_request.in_step and node_request.distributed is None and has_more

@@ -136,10 +136,10 @@ class Gate:
     def __init__(self) -> None:
         self._sizes: defaultdict[int, _Size] = defaultdict(_Size)  # by the bit length of the number of sequences
 
-    def took(self, num_answers: int, num_candidates: int, step_s: float) -> None:
+    def took(self, num_answers: int, num_draft_tokens: int, step_s: float) -> None:
         """Record the duration of a decode step."""
         size = self._sizes[num_answers.bit_length()]
-        if not num_candidates:
+        if not num_draft_tokens:
             size.plain_s.append(step_s)
             size.num_plain += 1
             if size.num_plain % FORGET_STEPS == 0:
@@ -147,13 +147,13 @@ class Gate:
                     shares.popleft()
         elif size.plain_s:
             plain_s = statistics.median(size.plain_s)
-            size.shares.append(max(0.0, step_s / plain_s - 1) / num_candidates)
+            size.shares.append(max(0.0, step_s / plain_s - 1) / num_draft_tokens)
 
-    def drafted(self, num_answers: int, num_candidates: int, draft_s: float) -> None:
-        """Record the time in which the draft model wrote `num_candidates` draft tokens for a step."""
+    def drafted(self, num_answers: int, num_draft_tokens: int, draft_s: float) -> None:
+        """Record the time in which the draft model wrote `num_draft_tokens` draft tokens for a step."""
         size = self._sizes[num_answers.bit_length()]
         if size.plain_s:
-            size.draft_shares.append(draft_s / statistics.median(size.plain_s) / num_candidates)
+            size.draft_shares.append(draft_s / statistics.median(size.plain_s) / num_draft_tokens)
 
     def plain_s(self, num_answers: int) -> float:
         """Return the seconds of a step without draft tokens; 0 before a measurement."""
@@ -212,10 +212,10 @@ class Record:
     def __init__(self) -> None:
         self._num_come = self._num_missed = 0.0  # decayed counts
 
-    def add(self, num_candidates: int, num_come: int) -> None:
-        """Record that the first `num_come` of `num_candidates` draft tokens were accepted."""
+    def add(self, num_draft_tokens: int, num_come: int) -> None:
+        """Record that the first `num_come` of `num_draft_tokens` draft tokens were accepted."""
         self._num_come = KEPT * self._num_come + num_come
-        self._num_missed = KEPT * self._num_missed + (num_come < num_candidates)
+        self._num_missed = KEPT * self._num_missed + (num_come < num_draft_tokens)
 
     def probability(self, num_matching: int) -> float:
         """Return the probability that the next draft token is accepted behind a match of `num_matching` tokens.
@@ -288,14 +288,14 @@ class Drafts:
     """Plan the draft model of one node."""
 
     def __init__(
-        self, node_requests: NodeRequests, model: DraftModel, gate: Gate, num_candidates: int, most_rows: int
+        self, node_requests: NodeRequests, model: DraftModel, gate: Gate, num_draft_tokens: int, most_rows: int
     ) -> None:
         self._node_requests = node_requests
         self._model = model
         self._allocator = BlockAllocator(model.num_blocks, caching=False)
         self._gate = gate
         self._budget = Budget()
-        self._num_candidates = num_candidates
+        self._num_draft_tokens = num_draft_tokens
         self._most_rows = most_rows
         self._texts: dict[NodeRequest, _DraftText | None] = {}  # None: no drafts for this sequence
         self._record = Record()  # of all sequences
@@ -321,20 +321,20 @@ class Drafts:
             if work is not None:
                 works.append(work)
                 num_to_read -= _num_read(work)
-                room -= work.num_candidates
+                room -= work.num_draft_tokens
         return works
 
     def may_open(self, num_answers: int) -> bool:
         """Return whether the draft model may run between two steps of `num_answers` sequences."""
         return not self._is_stopped and self._budget.is_open and self._least_probability(num_answers) < 1
 
-    def drafted(self, works: Sequence[DraftWork], candidates: Sequence[list[int]], draft_s: float) -> None:
+    def drafted(self, works: Sequence[DraftWork], draft_tokens: Sequence[list[int]], draft_s: float) -> None:
         """Record the draft tokens of the planned work."""
-        num_read, num_candidates = sum(map(_num_read, works)), sum(map(len, candidates))
+        num_read, num_draft_tokens = sum(map(_num_read, works)), sum(map(len, draft_tokens))
         self._budget.add(-draft_s)
-        if num_candidates and not num_read:
-            self._gate.drafted(self._num_answers, num_candidates, draft_s)
-        for (node_request, text), work, written in zip(self._running, works, candidates, strict=True):
+        if num_draft_tokens and not num_read:
+            self._gate.drafted(self._num_answers, num_draft_tokens, draft_s)
+        for (node_request, text), work, written in zip(self._running, works, draft_tokens, strict=True):
             text.num_computed += work.share.num_tokens
             text.num_tokens, text.written = text.num_computed, written
             assert not written or text.num_tokens <= len(node_request.request.token_ids)
@@ -349,21 +349,21 @@ class Drafts:
         """Return whether the next step may have draft tokens."""
         return any(text is not None and text.written for text in self._texts.values())
 
-    def candidates(self, node_request: NodeRequest, most: int) -> list[int]:
+    def draft_tokens(self, node_request: NodeRequest, most: int) -> list[int]:
         """Return at most `most` draft tokens behind the current text."""
         text = self._texts.get(node_request)
         is_of_now = text is not None and text.num_tokens == len(node_request.request.token_ids)
         return text.written[:most] if text is not None and is_of_now else []
 
-    def came(self, node_request: NodeRequest, num_candidates: int, num_come: int) -> None:
+    def came(self, node_request: NodeRequest, num_draft_tokens: int, num_come: int) -> None:
         """Record that the first `num_come` draft tokens of a sequence were accepted."""
-        self._record.add(num_candidates, num_come)
+        self._record.add(num_draft_tokens, num_come)
         if (text := self._texts.get(node_request)) is not None:
-            text.record.add(num_candidates, num_come)
+            text.record.add(num_draft_tokens, num_come)
 
-    def took(self, num_answers: int, num_candidates: int, num_come: int, step_s: float) -> None:
+    def took(self, num_answers: int, num_draft_tokens: int, num_come: int, step_s: float) -> None:
         """Record a finished decode step."""
-        if num_candidates:
+        if num_draft_tokens:
             plain_s = self._gate.plain_s(num_answers) or step_s
             self._budget.add(plain_s - step_s + num_come * plain_s / num_answers)
             return
@@ -396,7 +396,7 @@ class Drafts:
         self, node_request: NodeRequest, least_probability: float, num_to_read: int, room: int
     ) -> DraftWork | None:
         request = node_request.request
-        most = min(room, self._num_candidates, request.sampling.max_tokens - request.num_output_tokens - 1)
+        most = min(room, self._num_draft_tokens, request.sampling.max_tokens - request.num_output_tokens - 1)
         if node_request.is_ending or not _may_draft(node_request):
             return None  # it has no draft tokens
         if most <= 0 or node_request.num_to_compute != 1:
@@ -461,13 +461,13 @@ class Source(Protocol):
     def may_open(self, num_answers: int) -> bool:
         """Return whether the step behind a running one may have draft tokens, as far as known while that one runs."""
 
-    def candidates(self, node_request: NodeRequest, most: int) -> list[int]:
+    def draft_tokens(self, node_request: NodeRequest, most: int) -> list[int]:
         """Return the draft tokens of one sequence that are worth their time, at most `most`."""
 
-    def came(self, node_request: NodeRequest, num_candidates: int, num_come: int) -> None:
+    def came(self, node_request: NodeRequest, num_draft_tokens: int, num_come: int) -> None:
         """Record that the first `num_come` draft tokens of a sequence were accepted."""
 
-    def took(self, num_answers: int, num_candidates: int, num_come: int, step_s: float) -> None:
+    def took(self, num_answers: int, num_draft_tokens: int, num_come: int, step_s: float) -> None:
         """Record a finished step of `num_answers` sequences without prompts."""
 
 
@@ -494,7 +494,7 @@ class Lookups:
     def may_open(self, num_answers: int) -> bool:
         return self._gate.least_probability(num_answers) < 1
 
-    def candidates(self, node_request: NodeRequest, most: int) -> list[int]:
+    def draft_tokens(self, node_request: NodeRequest, most: int) -> list[int]:
         text, token_ids = self._texts.setdefault(node_request, _Text()), node_request.request.token_ids
         if not text.lookup.take_in(token_ids, MOST_TAKEN_IN):
             return []
@@ -502,10 +502,10 @@ class Lookups:
         most = text.record.num_worth_it(num_matching, self._least_probability, most) if num_matching else 0
         return following(token_ids, place, most)
 
-    def came(self, node_request: NodeRequest, num_candidates: int, num_come: int) -> None:
-        self._texts[node_request].record.add(num_candidates, num_come)
+    def came(self, node_request: NodeRequest, num_draft_tokens: int, num_come: int) -> None:
+        self._texts[node_request].record.add(num_draft_tokens, num_come)
 
-    def took(self, num_answers: int, num_candidates: int, num_come: int, step_s: float) -> None:
+    def took(self, num_answers: int, num_draft_tokens: int, num_come: int, step_s: float) -> None:
         """Do nothing: the gate has the measurement."""
 
 
@@ -526,81 +526,81 @@ class Speculation:
         node_requests: NodeRequests,
         leases: Leases,
         eos_token_ids: Sequence[int],
-        num_candidates: int,
+        num_draft_tokens: int,
         most_tokens: int,
         draft_model: DraftModel | None,
     ) -> None:
         """Create the speculation of a node.
 
-        `num_candidates` limits the draft tokens of a sequence in a step (0: none), `most_tokens` the tokens of a whole
-        step. With a `draft_model` that model writes the draft tokens, otherwise prompt lookup does.
+        `num_draft_tokens` limits the draft tokens of a sequence in a step (0: none), `most_tokens` the tokens of a
+        whole step. With a `draft_model` that model writes the draft tokens, otherwise prompt lookup does.
         """
         self._node_requests = node_requests
         self._leases = leases
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._num_candidates = num_candidates
+        self._num_draft_tokens = num_draft_tokens
         self._most_rows = min(MOST_ROWS, most_tokens)
         self._gate = Gate()
         self.drafts: Drafts | None = None
-        if draft_model is not None and num_candidates:
-            self.drafts = Drafts(node_requests, draft_model, self._gate, num_candidates, self._most_rows)
+        if draft_model is not None and num_draft_tokens:
+            self.drafts = Drafts(node_requests, draft_model, self._gate, num_draft_tokens, self._most_rows)
         self._source: Source = self.drafts or Lookups(self._gate)
         self.counts = SpeculationCounts()
 
     def extend(self, works: list[Work]) -> list[Work]:
         """Return the planned step with draft tokens where they are worth their time."""
         if (
-            not self._num_candidates
+            not self._num_draft_tokens
             or self._node_requests.count(RequestState.PREFILLING)
             or not self._source.opens(len(works))
         ):
             return works
         extended, room = [], self._most_rows - len(works)
         for work in works:
-            candidates = self._candidates(work, room)
-            room -= len(candidates)
-            extended.append(work._replace(candidates=candidates) if candidates else work)
+            draft_tokens = self._draft_tokens(work, room)
+            room -= len(draft_tokens)
+            extended.append(work._replace(draft_tokens=draft_tokens) if draft_tokens else work)
         return extended
 
     def may_extend(self, num_answers: int) -> bool:
         """Return whether the step behind a running one of `num_answers` sequences may get draft tokens."""
-        return self._num_candidates > 0 and self._source.may_open(num_answers)
+        return self._num_draft_tokens > 0 and self._source.may_open(num_answers)
 
     def took(self, works: Sequence[Work], nums_given: Sequence[int], step_s: float) -> None:
         """Record a finished decode step that gave `nums_given[i]` tokens to `works[i]`."""
-        if not self._num_candidates:
+        if not self._num_draft_tokens:
             return
         counts, num_proposed, num_accepted = self.counts, 0, 0
         for work, num_given in zip(works, nums_given, strict=True):
-            if not work.candidates:
+            if not work.draft_tokens:
                 continue
             counts.num_drafts += 1
-            num_proposed += len(work.candidates)
+            num_proposed += len(work.draft_tokens)
             num_accepted += num_given - 1
-            self._source.came(self._node_requests.of(work.request), len(work.candidates), num_given - 1)
+            self._source.came(self._node_requests.of(work.request), len(work.draft_tokens), num_given - 1)
         counts.num_proposed += num_proposed
         counts.num_accepted += num_accepted
         self._gate.took(len(works), num_proposed, step_s)
         self._source.took(len(works), num_proposed, num_accepted, step_s)
 
-    def _candidates(self, work: Work, room: int) -> list[int]:
+    def _draft_tokens(self, work: Work, room: int) -> list[int]:
         """Return the draft tokens of one sequence, at most `room`."""
         node_request, request = self._node_requests.of(work.request), work.request
-        most = min(room, self._num_candidates, request.sampling.max_tokens - request.num_output_tokens - 1)
+        most = min(room, self._num_draft_tokens, request.sampling.max_tokens - request.num_output_tokens - 1)
         if most <= 0 or work.num_tokens != 1 or not _may_draft(node_request):
             return []
-        candidates = self._source.candidates(node_request, most)
-        if candidates:
-            candidates = candidates[: self._num_held(node_request, len(candidates))]
-        return self._before_end(candidates, request.sampling.stop_token_ids)
+        draft_tokens = self._source.draft_tokens(node_request, most)
+        if draft_tokens:
+            draft_tokens = draft_tokens[: self._num_held(node_request, len(draft_tokens))]
+        return self._before_end(draft_tokens, request.sampling.stop_token_ids)
 
-    def _num_held(self, node_request: NodeRequest, num_candidates: int) -> int:
+    def _num_held(self, node_request: NodeRequest, num_draft_tokens: int) -> int:
         """Return how many draft tokens have blocks.
 
         Takes more blocks only if one free block is left for every request.
         """
         num_tokens = node_request.num_computed + 1
-        num_missing = self._leases.num_missing(node_request, num_tokens + num_candidates)
+        num_missing = self._leases.num_missing(node_request, num_tokens + num_draft_tokens)
         if num_missing and self._leases.num_free >= num_missing + len(self._node_requests):
             self._leases.grow(node_request, num_missing)
         assert node_request.lease is not None

@@ -15,7 +15,7 @@ from engine.sampler import sample
 from serving_core.requests import SampledToken, Work
 
 
-def sample_with_candidates(
+def verify(
     logits: torch.Tensor,
     works: Sequence[Work],
     eos_token_ids: Sequence[int],
@@ -31,16 +31,16 @@ def sample_with_candidates(
     going, row = [], 0
     for place, work in enumerate(works):
         going.append((place, row, work.request))
-        row += 1 + len(work.candidates)
+        row += 1 + len(work.draft_tokens)
     while going:
         rows, requests = [row for _, row, _ in going], [request for *_, request in going]
         known = None if likeliest is None else (likeliest[0][rows], likeliest[1][rows])
         tokens = sample(logits[rows], requests, eos_token_ids, ops, known)
         behind = []
         for (place, row, request), token in zip(going, tokens, strict=True):
-            candidates = works[place].candidates[len(given[place]) :]
+            draft_tokens = works[place].draft_tokens[len(given[place]) :]
             given[place].append(token)
-            if candidates and candidates[0] == token.token_id:
+            if draft_tokens and draft_tokens[0] == token.token_id:
                 grown = replace(request, token_ids=[*request.token_ids, token.token_id])
                 behind.append((place, row + 1, grown))
         going = behind

@@ -29,16 +29,16 @@ class Drafter:
         taken_s, work = [], DraftWork(Share([0], 0, [0], samples=True), 1)
         for _ in range(MEASURED_STEPS):
             started_at = time.perf_counter()
-            self.write_ahead([work])
+            self.propose([work])
             taken_s.append(time.perf_counter() - started_at)
         return statistics.median(taken_s)
 
-    def write_ahead(self, works: Sequence[DraftWork]) -> list[list[int]]:
+    def propose(self, works: Sequence[DraftWork]) -> list[list[int]]:
         """Return the draft tokens of each work, in order: greedy continuations."""
-        if chunks := [work.share for work in works if not work.num_candidates]:
+        if chunks := [work.share for work in works if not work.num_draft_tokens]:
             self.engine.likeliest(chunks)
         written: list[list[int]] = [[] for _ in works]
-        going = [(place, _all_wanted(work.share)) for place, work in enumerate(works) if work.num_candidates]
+        going = [(place, _all_wanted(work.share)) for place, work in enumerate(works) if work.num_draft_tokens]
         while going:
             token_ids = self.engine.likeliest([share for _, share in going])
             for (place, _), token_id in zip(going, token_ids, strict=True):
@@ -46,7 +46,7 @@ class Drafter:
             going = [
                 (place, _behind(share, written[place][-1]))
                 for place, share in going
-                if len(written[place]) < works[place].num_candidates
+                if len(written[place]) < works[place].num_draft_tokens
             ]
         return written
 

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
-from engine.acceptance import sample_with_candidates
+from engine.acceptance import verify
 from engine.attention.backends import choose_attention, invariant_attentions
 from engine.attention.distributed import DistributedAttention
 from engine.attention.native import NativeAttention
@@ -29,10 +29,10 @@ from engine.micro_batches import micro_batches
 from engine.model.llama import LlamaDecoder
 from engine.model.lora_weights import load_adapters
 from engine.model.weights import load_weights, stores_own_head
+from engine.numerics import numerics_facts
 from engine.offload.placement import Placement, choose_store
 from engine.ops.backends import choose_ops
 from engine.ops.base import Likeliest
-from engine.origin import engine_traits
 from engine.parallel import LEADER, RankGroup, alone, choose_device, on_all_ranks
 from engine.pipeline import Pipeline
 from engine.pooling import pool
@@ -47,7 +47,7 @@ from serving_core.model_files.config import FAKE_ARCHITECTURE, NATIVE, ModelConf
 from serving_core.model_files.fingerprint import fingerprint
 from serving_core.model_files.stored_quantization import quantization_name
 from serving_core.node.needs import check_settings, compute_dtype, model_layout, num_blocks_for
-from serving_core.node.prefix import origin_of
+from serving_core.node.prefix import numerics_of
 from serving_core.process.extras import require
 from serving_core.process.memory import keep_freed_memory
 from serving_core.requests import OnLayer, Request, SampledToken, SamplingParams, Share, Work
@@ -154,7 +154,7 @@ class Engine:
         kernels_alone = not any(self.group.exchange(b"" if self._is_by_kernels() else b"torch"))  # on any rank
         if settings.batch_invariant and settings.weights_memory_bytes and not kernels_alone:
             raise SettingsError(f"--weights-memory-bytes: {NOT_TRIED}")
-        self.is_history_free: Final = kernels_alone or (
+        self.is_batch_invariant: Final = kernels_alone or (
             settings.batch_invariant and self._make_invariant(torch_dtype, len(shard.query_heads.held))
         )
         """Whether the bits of a token's logits and KV depend only on the tokens before it, not on chunks, steps or
@@ -163,13 +163,13 @@ class Engine:
         self.program: DecodeProgram | None = None
         if self.config.embedder is None:
             of_pool = (self.attention, self.num_blocks, self.max_model_len)
-            self.program = choose_program(self.model, *of_pool, self.group, exact=self.is_history_free)
+            self.program = choose_program(self.model, *of_pool, self.group, exact=self.is_batch_invariant)
         self.description: Final = self._describe(settings, dtype, tp_size)
         facts = {**self.description, "program": type(self.program).__name__}
-        facts["history_free"] = "yes" if self.is_history_free else "no"
-        self.traits: Final = engine_traits(facts, device, kernels_alone=kernels_alone)
+        facts["history_free"] = "yes" if self.is_batch_invariant else "no"
+        self.numerics_facts: Final = numerics_facts(facts, device, kernels_alone=kernels_alone)
         """Facts beside the fingerprint that the bits of outputs depend on."""
-        self.origin: Final = origin_of(self.traits)
+        self.numerics: Final = numerics_of(self.numerics_facts)
 
     def _describe(self, settings: EngineSettings, dtype: str, tp_size: int) -> dict[str, str]:
         device = self._device
@@ -201,12 +201,12 @@ class Engine:
         return self.model.num_divided_passes if isinstance(self.model, LlamaDecoder) else 0
 
     @property
-    def builds_ahead(self) -> bool:
-        """Return whether `build_ahead` and `step_behind` may be called (async scheduling)."""
+    def can_schedule_async(self) -> bool:
+        """Return whether `prepare` and `step_prepared` may be called (async scheduling)."""
         return self.group.size == 1 and self.config.embedder is None
 
     @torch.inference_mode()
-    def build_ahead(self, works: Sequence[Work]) -> Built:
+    def prepare(self, works: Sequence[Work]) -> Built:
         """Build the batch of a step whose requests each lack one token that is not yet known.
 
         May run beside a running step, from one thread at a time.
@@ -218,7 +218,7 @@ class Engine:
             return Built(batch, program.plan(batch) if program is not None and program.matches(batch) else None)
 
     @torch.inference_mode()
-    def step_behind(
+    def step_prepared(
         self,
         works: Sequence[Work],
         built: Built,
@@ -226,7 +226,7 @@ class Engine:
         on_begun: Callable[[], None],
         until_known: Callable[[], None],
     ) -> list[SampledToken]:
-        """Compute a step like `step`, from a batch of `build_ahead` and the tokens `before` of the preceding step.
+        """Compute a step like `step`, from a batch of `prepare` and the tokens `before` of the preceding step.
 
         Calls `on_begun` when the computation begins. Calls `until_known` before it reads the requests; when
         `until_known` returns, the requests must hold the tokens `before`.
@@ -250,7 +250,7 @@ class Engine:
 
         Returns one token for each request that samples, and one more for each accepted draft token (see Work.take); an
         embedder returns an embedding. Modifies only the scores and the pooled state of the requests. Draft tokens
-        require an engine that is `is_history_free`.
+        require an engine that is `is_batch_invariant`.
         """
         assert self.group.rank == LEADER, "the other ranks follow"
         self.clock.lap(HAND_OVER)
@@ -272,7 +272,7 @@ class Engine:
         decoder, whole_tiles = self.model, TILE_KEYS % self.layout.block_size == 0
         if not isinstance(decoder, LlamaDecoder) or not isinstance(self.attention, NativeAttention):
             return False
-        return self.group.size == 1 and self.is_history_free and decoder.windows == {None} and whole_tiles
+        return self.group.size == 1 and self.is_batch_invariant and decoder.windows == {None} and whole_tiles
 
     def partial_attention(self) -> PartialAttention:
         """Return partial attention over this node's pool for requests of other nodes.
@@ -317,8 +317,8 @@ class Engine:
         if any(work.num_scored for work in works):
             rows, likeliest = take_scores(rows, works, self._ops), None
         sampling = [work for work in works if work.samples]
-        if any(work.candidates for work in sampling):
-            return sample_with_candidates(rows, sampling, self.eos_token_ids, self._ops, likeliest)
+        if any(work.draft_tokens for work in sampling):
+            return verify(rows, sampling, self.eos_token_ids, self._ops, likeliest)
         requests = [work.request for work in sampling]
         return sample(rows, requests, self.eos_token_ids, self._ops, likeliest) if requests else []
 

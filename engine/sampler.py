@@ -207,7 +207,7 @@ def take_scores(logits: torch.Tensor, works: Sequence[Work], ops: Ops) -> torch.
             request.scores[first:] = scores
         row += num_scored
         if work.samples:
-            num_sampled = 1 + len(work.candidates)
+            num_sampled = 1 + len(work.draft_tokens)
             left += range(row, row + num_sampled)
             row += num_sampled
     return logits[left]

@@ -103,11 +103,11 @@ class Step(Generic[P, R]):
 
     parts: Sequence[P]
     done: "asyncio.Future[Stepped[R]]"
-    ahead: "Ahead[P, R] | None" = None  # the offered next step; at most one, at any time
+    next_step: "NextStep[P, R] | None" = None  # the offered next step; at most one, at any time
 
 
 @dataclass(eq=False)
-class Ahead(Step[P, R]):
+class NextStep(Step[P, R]):
     """A step that begins as soon as the step before it is done, if `follows` accepts that step's result."""
 
     follows: Callable[[R], bool] = field(kw_only=True)  # decides by the result before, in the engine's thread
@@ -188,22 +188,22 @@ class Stepper(Generic[P, R]):
         """Compute, in the engine's thread, the step and the steps that follow it; return the result of the last."""
         reach("step")
         result = self._compute(step.parts, on_layer)
-        while (ahead := step.ahead) is not None and ahead.follows(result):
+        while (next_step := step.next_step) is not None and next_step.follows(result):
             now, begun_at = time.monotonic(), self._started_at
             assert begun_at is not None
             self._started_at = now
             tell = _Once(loop, self._followed, step, Stepped(result, now - begun_at, goes_on=True))
             try:
                 reach("step")
-                result = ahead.compute(result, tell, ahead.wait)
+                result = next_step.compute(result, tell, next_step.wait)
             finally:
                 tell()
-            step = ahead
+            step = next_step
         return result
 
     def _followed(self, step: Step[P, R], stepped: Stepped[R]) -> None:
         """Finish a step, on the event loop, while the next one runs."""
-        self._running = step.ahead
+        self._running = step.next_step
         self._count(stepped.step_s)
         if not step.done.done():
             step.done.set_result(stepped)

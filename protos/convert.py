@@ -8,7 +8,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from protos import fleet_pb2, inference_pb2
-from serving_core.node.prefix import MAKER_BYTES
+from serving_core.node.prefix import NUMERICS_ID_BYTES
 from serving_core.requests import FinishReason, Pooling, Request, SampledToken, SamplingParams
 from serving_core.shapes import Shape
 from serving_core.slo import Due
@@ -17,7 +17,7 @@ PROTOCOL_VERSION = "22"
 # In the headers of an answer's stream, which come when the request is taken.
 MODEL_HEADER: Final = "x-splitserve-model-bin"
 MAX_TOKENS_HEADER: Final = "x-splitserve-max-tokens"
-MAX_MADE: Final = 64  # runs of blocks of one maker that a tail tells: of a chat, some 32 answers
+MAX_MADE: Final = 64  # runs of blocks of one numerics id that a tail tells: of a chat, some 32 answers
 
 FINISH_REASONS: Final = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -183,20 +183,23 @@ def shape_from_wire(wire: inference_pb2.Shape) -> Shape:
     return Shape(wire.prompt_tokens, wire.slots, wire.takes_handovers)
 
 
-def to_tail(token_ids: Sequence[int], makers: Sequence[bytes]) -> bytes:
-    """What follows the last KV block: tokens, and the makers of all blocks, if they are not too many to tell."""
-    made = [fleet_pb2.Made(maker=maker, num_blocks=len(list(blocks))) for maker, blocks in groupby(makers)]
+def to_tail(token_ids: Sequence[int], numerics_ids: Sequence[bytes]) -> bytes:
+    """What follows the last KV block: tokens, and the numerics ids of all blocks, if they are not too many to tell."""
+    made = [
+        fleet_pb2.Made(maker=numerics_id, num_blocks=len(list(blocks))) for numerics_id, blocks in groupby(numerics_ids)
+    ]
     return fleet_pb2.Tail(token_ids=token_ids, made=made if len(made) <= MAX_MADE else []).SerializeToString()
 
 
 def from_tail(packed: bytes) -> tuple[list[int], list[tuple[bytes, int]]]:
-    """The inverse of to_tail, with each maker and the number of its blocks in a row. Raises ValueError for anything
-    else."""
+    """The inverse of to_tail, with each numerics id and the number of its blocks in a row. Raises ValueError for
+    anything else.
+    """
     tail = fleet_pb2.Tail()
     try:
         tail.ParseFromString(packed)
     except DecodeError as error:
         raise ValueError(f"a tail of {len(packed)} bytes cannot be read") from error
-    if any(len(each.maker) != MAKER_BYTES for each in tail.made):
-        raise ValueError(f"a tail names a maker that is not of {MAKER_BYTES} bytes")
+    if any(len(each.maker) != NUMERICS_ID_BYTES for each in tail.made):
+        raise ValueError(f"a tail names a numerics id that is not of {NUMERICS_ID_BYTES} bytes")
     return list(tail.token_ids), [(each.maker, each.num_blocks) for each in tail.made]

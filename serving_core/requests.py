@@ -131,7 +131,7 @@ class DraftWork(NamedTuple):
     """
 
     share: Share
-    num_candidates: int
+    num_draft_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +157,9 @@ class Work(NamedTuple):
     """The part of one request in a step: compute token_ids[start : start + num_tokens].
 
     The pool holds the KV of token_ids[:start]; `block_ids` covers start + num_tokens tokens and the draft tokens. A
-    token is sampled if the work reaches the last known token. Draft tokens (`candidates`) may follow it: each accepted
-    draft token yields one more token of the same step. A tuple, which is fast to create: a step creates one for each
-    sequence.
+    token is sampled if the work reaches the last known token. Draft tokens (`draft_tokens`) may follow it: each
+    accepted draft token yields one more token of the same step. A tuple, which is fast to create: a step creates one
+    for each sequence.
     """
 
     request: Request
@@ -167,7 +167,7 @@ class Work(NamedTuple):
     num_tokens: int
     block_ids: Sequence[int]
     # Draft tokens; none of them ends the output or is its last token; none where a prompt is scored
-    candidates: Sequence[int] = ()
+    draft_tokens: Sequence[int] = ()
 
     @property
     def samples(self) -> bool:
@@ -189,9 +189,9 @@ class Work(NamedTuple):
     def share(self) -> Share:
         token_ids = self.request.token_ids[self.start : self.start + self.num_tokens]
         num_scored, adapter = self.num_scored, self.request.adapter
-        if self.candidates:
-            token_ids += self.candidates
-            num_scored += len(self.candidates)
+        if self.draft_tokens:
+            token_ids += self.draft_tokens
+            num_scored += len(self.draft_tokens)
         return Share(token_ids, self.start, self.block_ids, self.samples, num_scored, adapter)
 
     def take(self, sampled: Iterator[SampledToken]) -> list[SampledToken]:
@@ -199,8 +199,8 @@ class Work(NamedTuple):
         token.
         """
         taken = [next(sampled)] if self.samples else []
-        for candidate in self.candidates:
-            if taken[-1].token_id != candidate:
+        for draft_token in self.draft_tokens:
+            if taken[-1].token_id != draft_token:
                 break
             taken.append(next(sampled))
         return taken

@@ -19,7 +19,7 @@ def draft_model_of(drafter: Drafter | None) -> DraftModel | None:
     return DraftModel(engine.num_blocks, engine.layout.block_size, engine.max_model_len, drafter.measure_step_s())
 
 
-async def write_ahead(drafter: Drafter, drafts: Drafts, stepper: Stepper[Any, Any]) -> None:
+async def propose(drafter: Drafter, drafts: Drafts, stepper: Stepper[Any, Any]) -> None:
     """Compute the draft tokens of the next step in the engine's thread.
 
     A draft model that fails is not used again; sequences continue without draft tokens.
@@ -27,9 +27,9 @@ async def write_ahead(drafter: Drafter, drafts: Drafts, stepper: Stepper[Any, An
     if not (works := drafts.plan()):
         return
     try:
-        candidates, draft_s = await stepper.between(partial(drafter.write_ahead, works))
+        draft_tokens, draft_s = await stepper.between(partial(drafter.propose, works))
     except Exception:
-        logger.exception("the draft model failed: there are no candidates any more")
+        logger.exception("the draft model failed: there are no draft tokens any more")
         drafts.failed()
     else:
-        drafts.drafted(works, candidates, draft_s)
+        drafts.drafted(works, draft_tokens, draft_s)

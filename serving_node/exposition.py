@@ -81,16 +81,16 @@ class NodeExposition:
         yield counter("step_part_seconds", help, self._by("part", self._node.clock.seconds))
         help = "Passes through the layers that the ranks divided by tokens (sequence parallelism)."
         yield counter("sequence_parallel_passes", help, self._one(self._node.num_divided_passes))
-        yield from self._candidates()
+        yield from self._draft_tokens()
         yield gauge("step_age_seconds", "Of the step that runs; 0 when idle.", self._one(self._node.step_age_s))
         memory: dict[str, float] = {str(rank.rank): rank.rss_bytes for rank in load.ranks}
         yield gauge("rank_resident_memory_bytes", "Memory of each of its processes.", self._by("rank", memory))
 
-    def _candidates(self) -> Iterator[Figure]:
+    def _draft_tokens(self) -> Iterator[Figure]:
         """Yield the metrics of speculative decoding under vLLM's names with the project's prefix."""
         counts = self._node.speculation
         drafts, proposed, accepted = map(self._one, (counts.num_drafts, counts.num_proposed, counts.num_accepted))
-        yield counter("spec_decode_num_drafts", "Shares of steps in which an answer had candidates.", drafts)
+        yield counter("spec_decode_num_drafts", "Shares of steps in which an answer had draft_tokens.", drafts)
         yield counter("spec_decode_num_draft_tokens", "Candidates that steps computed.", proposed)
         yield counter("spec_decode_num_accepted_tokens", "Of those, the ones that became tokens.", accepted)
 

@@ -62,8 +62,8 @@ class NodeLogic:
         *,
         block_bytes: int,
         fingerprint: Mapping[str, str],
-        origin: bytes,
-        is_history_free: bool,
+        numerics: bytes,
+        is_batch_invariant: bool,
         eos_token_ids: Sequence[int],
         rates: StepRates,
         costs: StepCosts,
@@ -71,15 +71,15 @@ class NodeLogic:
     ) -> None:
         """Create the logic of a node with role `shape`.
 
-        `block_bytes` is the size of one block over all ranks and layers. `origin` and `is_history_free` are passed to
-        Leases.
+        `block_bytes` is the size of one block over all ranks and layers. `numerics` and `is_batch_invariant` are passed
+        to Leases.
         """
         self._allocator = allocator
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._rates, self._costs = rates, costs
         self._node_requests = node_requests = NodeRequests()
-        self._leases = leases = Leases(allocator, layout, origin, is_history_free=is_history_free)
+        self._leases = leases = Leases(allocator, layout, numerics, is_batch_invariant=is_batch_invariant)
         self._endings = endings = Endings(node_requests, leases)
         self.distributed_kv = None
         if limits.tile_tokens:
@@ -91,7 +91,7 @@ class NodeLogic:
         if offloaded.num_slots:
             parts = tier, offloaded, allocator, leases, prefill, costs, endings, block_bytes
             self.kv_offload = KVOffload(*parts)
-        self._cache_report = CacheReport(allocator, offloaded, leases.makers, endings.tell)
+        self._cache_report = CacheReport(allocator, offloaded, leases.numerics_ids, endings.tell)
         self._answers = Answers(node_requests, leases, endings, self._cache_report, eos_token_ids)
         credit = Credit(node_requests, leases, max_num_queued=limits.max_num_queued)
         self._arrivals = Arrivals(
@@ -118,7 +118,7 @@ class NodeLogic:
             node_requests, leases, endings, transfers, descriptor_timeout_s=limits.descriptor_timeout_s
         )
         self._batch = Writing(node_requests, leases, self._incoming.revoke, fit)
-        num_drafted = limits.num_speculative_tokens if is_history_free else 0
+        num_drafted = limits.num_speculative_tokens if is_batch_invariant else 0
         self.speculation = Speculation(
             node_requests, leases, eos_token_ids, num_drafted, limits.max_num_batched_tokens, limits.draft_model
         )
@@ -343,7 +343,7 @@ class NodeLogic:
             works = works or self._plan(now)
         for work in works:
             node_request = self._node_requests.of(work.request)
-            node_request.num_in_step = 1 + len(work.candidates)
+            node_request.num_in_step = 1 + len(work.draft_tokens)
             if node_request.prefill_began_s is None and not node_request.has_first_token:
                 node_request.prefill_began_s = now
         return works
@@ -441,7 +441,7 @@ class NodeLogic:
         ended = [
             node_request
             for work, (node_request, taken) in zip(works, given, strict=True)
-            if self._answers.take(node_request, taken, step_tokens, len(work.candidates), now)
+            if self._answers.take(node_request, taken, step_tokens, len(work.draft_tokens), now)
         ]
         if step_tokens.tokens:
             self._endings.tell(step_tokens=step_tokens)
@@ -479,13 +479,13 @@ class NodeLogic:
     ) -> None:
         """Count a finished step. Steps with draft tokens are left out of the cost measurements."""
         load = _load_of(node_requests, works)
-        has_candidates = any(work.candidates for work in works)
-        if not has_candidates:
+        has_draft_tokens = any(work.draft_tokens for work in works)
+        if not has_draft_tokens:
             self._rates.add(load.num_prompt_tokens, load.num_answers, step_s)
             self._prefill.took(load, step_s, now)
         if not load.num_prompt_tokens:
             self.speculation.took(works, nums_given, step_s)
-        num_more = sum(nums_given) - len(works) if has_candidates else 0
+        num_more = sum(nums_given) - len(works) if has_draft_tokens else 0
         self.steps.add(load, step_s, num_more)
 
     def step_failed(self, works: Sequence[Work], cause: str, now: float) -> None:

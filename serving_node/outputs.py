@@ -75,15 +75,15 @@ class CacheReport:
     """Report the prefix cache and its changes to the coordinator. Pure."""
 
     def __init__(
-        self, allocator: BlockAllocator, tier: TierIndex, makers: Sequence[bytes], tell: Callable[..., None]
+        self, allocator: BlockAllocator, tier: TierIndex, numerics_ids: Sequence[bytes], tell: Callable[..., None]
     ) -> None:
         """Create a report.
 
-        `makers` are the numerics ids that blocks of the pool may have, in lookup order.
+        `numerics_ids` are the numerics ids that blocks of the pool may have, in lookup order.
         """
         self._allocator = allocator
         self._tier = tier
-        self._makers = makers
+        self._numerics_ids = numerics_ids
         self._tell = tell
         self._is_known = False  # whether the coordinator has the earlier reports
 
@@ -116,7 +116,7 @@ class CacheReport:
         removals, additions = list(_parts(removed)), list(_parts(stored))
         together = [(removals.pop(), additions.pop(0))] if removals and additions else []
         for gone, new in (*((part, []) for part in removals), *together, *(([], part) for part in additions)):
-            self._tell(cache_changed=fleet_pb2.CacheChanged(removed=gone, stored=new, makers=self._makers))
+            self._tell(cache_changed=fleet_pb2.CacheChanged(removed=gone, stored=new, makers=self._numerics_ids))
 
 
 def _parts(names: list[bytes]) -> Iterator[list[int]]:
@@ -146,7 +146,7 @@ class Answers:
         node_request: NodeRequest,
         tokens: Sequence[SampledToken],
         step_tokens: fleet_pb2.StepTokens,
-        num_candidates: int,
+        num_draft_tokens: int,
         now: float,
     ) -> bool:
         """Record the tokens that a step gave a request. Return whether the last one ends it.
@@ -162,8 +162,8 @@ class Answers:
                 self._leases.publish(node_request)
             if token.is_token:
                 has_ended = self._take_one(node_request, token, step_tokens, now)
-        if num_candidates and len(told) > num_before:
-            told[-1].num_proposed, told[-1].num_accepted = num_candidates, len(told) - num_before - 1
+        if num_draft_tokens and len(told) > num_before:
+            told[-1].num_proposed, told[-1].num_accepted = num_draft_tokens, len(told) - num_before - 1
         return has_ended
 
     def _take_one(

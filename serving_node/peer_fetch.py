@@ -272,23 +272,23 @@ class PeerServe(KVSource):
         if self._awaited.get(epoch) is not asked:
             return  # the coordinator is gone
         del self._awaited[epoch]
-        lease, makers = self._leases.send_prefix(asked.names, asked.token_ids)
-        makers = _tellable(makers)
-        if len(makers) <= asked.descriptor.num_cached_blocks:
+        lease, numerics_ids = self._leases.send_prefix(asked.names, asked.token_ids)
+        numerics_ids = _tellable(numerics_ids)
+        if len(numerics_ids) <= asked.descriptor.num_cached_blocks:
             lease.release()
             self._fail(asked.send_prefix.attempt, "the node holds no more of the tokens than the other one")
             return
         self._under_way[epoch] = asked.send_prefix.attempt, lease
         self._transfers.begin(epoch, Transfer(on_sent=partial(self._sent, epoch)))
-        block_ids = lease.block_ids[: len(makers)]
+        block_ids = lease.block_ids[: len(numerics_ids)]
         self._endings.decide(Send(epoch, asked.send_prefix.descriptor, block_ids))
-        self._endings.decide(FinishSend(epoch, block_ids, to_tail([], makers)))
+        self._endings.decide(FinishSend(epoch, block_ids, to_tail([], numerics_ids)))
 
     def _fail(self, attempt: fleet_pb2.Attempt, message: str) -> None:
         self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=reasons.TRANSFER_FAILED, message=message))
 
 
-def _tellable(makers: list[bytes]) -> list[bytes]:
+def _tellable(numerics_ids: list[bytes]) -> list[bytes]:
     """Return the longest prefix of numerics ids that fits in a tail."""
-    runs = list(accumulate(len(list(run)) for _, run in groupby(makers)))
-    return makers[: runs[MAX_MADE - 1]] if len(runs) > MAX_MADE else makers
+    runs = list(accumulate(len(list(run)) for _, run in groupby(numerics_ids)))
+    return numerics_ids[: runs[MAX_MADE - 1]] if len(runs) > MAX_MADE else numerics_ids

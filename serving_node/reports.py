@@ -28,7 +28,7 @@ def node_info(
         incarnation=incarnation,
         fingerprint={"protocol_version": PROTOCOL_VERSION, **fingerprint},
         engine=engine.description,
-        traits=engine.traits,
+        traits=engine.numerics_facts,
     )
 
 

@@ -90,7 +90,7 @@ class NodeRunner:
         `store` holds this rank's slots of `tier`. Raises SettingsError.
         """
         self._limits = limits = _limits_of(settings, engine, drafter)
-        if settings.speculation != OFF and not engine.is_history_free:
+        if settings.speculation != OFF and not engine.is_batch_invariant:
             logger.warning("--speculation does nothing here: the bits of answers depend on the batch (docs/bits.md)")
         if (min_tokens := settings.engine.sequence_parallel_min_tokens) and settings.engine.tensor_parallel_size > 1:
             logger.info("sequence parallelism: the ranks divide steps with prompts from %d tokens on", min_tokens)
@@ -110,8 +110,8 @@ class NodeRunner:
             preset(role, max_num_batched_tokens=limits.max_num_batched_tokens, max_num_seqs=limits.max_num_seqs),
             block_bytes=engine.model_layout.block_bytes,
             fingerprint=self._fingerprint,
-            origin=engine.origin,
-            is_history_free=engine.is_history_free,
+            numerics=engine.numerics,
+            is_batch_invariant=engine.is_batch_invariant,
             eos_token_ids=engine.eos_token_ids,
             rates=rates,
             costs=StepCosts(rates.prefill_tokens_per_s),

@@ -86,7 +86,7 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
 
 def _drafter(flags: EngineSettings | None, engine: Engine) -> Drafter | None:
     """Return the draft model if it is set and useful. Raises SettingsError or ModelError."""
-    if flags is None or not engine.is_history_free:
+    if flags is None or not engine.is_batch_invariant:
         return None
     drafts = Engine(flags)
     drafts.warm_up()

@@ -21,7 +21,7 @@ from engine.stepper import (
     MOST_FAILED_STEPS,
     PLAN,
     SEND,
-    Ahead,
+    NextStep,
     Step,
     StepClock,
     Stepper,
@@ -31,7 +31,7 @@ from engine.stepper import (
 from serving_core.errors import RankLost
 from serving_core.net.backoff import Backoff
 from serving_core.requests import SampledToken, Work
-from serving_node.drafting import write_ahead
+from serving_node.drafting import propose
 from serving_node.logic import NodeLogic
 from serving_node.ranks.leading import Followers, die, end_at_once
 from serving_node.ranks.transfers import NodeTransfers
@@ -70,7 +70,7 @@ class Stepping:
         self._drafter = drafter
         self._carry_out = carry_out
         self._stuck_exit_s = stuck_exit_s
-        self._looks_ahead: Final = engine.builds_ahead and not len(followers)
+        self._looks_ahead: Final = engine.can_schedule_async and not len(followers)
         self._works: list[Work] = []  # of the running step; empty between steps
         self._num_failed_steps = 0  # since the last successful step
         self._starvation: Starvation | None = None  # of the running step, once its age exceeds WATCHED_FROM_S
@@ -108,10 +108,10 @@ class Stepping:
                 step = await self._finish(step)
         finally:
             self._works = []
-            if step is not None and step.ahead is not None:
-                step.ahead.give_up()
+            if step is not None and step.next_step is not None:
+                step.next_step.give_up()
         if self._drafter is not None and (drafts := self._logic.speculation.drafts) is not None:
-            await write_ahead(self._drafter, drafts, self.stepper)
+            await propose(self._drafter, drafts, self.stepper)
             self.clock.lap(DRAFT)
 
     def _begin(self, works: list[Work]) -> Step[Work, list[SampledToken]] | None:
@@ -127,9 +127,9 @@ class Stepping:
             return
         self._carry_out()
         try:
-            built = self._engine.build_ahead(works)
+            built = self._engine.prepare(works)
         except Exception:
-            logger.exception("the step ahead was not built, and is planned anew", extra=_naming(works))
+            logger.exception("the next step was not built, and is planned anew", extra=_naming(works))
             return
 
         parts = step.parts  # not the step itself, which would never be freed
@@ -137,8 +137,8 @@ class Stepping:
         def follows(tokens: list[SampledToken]) -> bool:
             return not self._work.is_set() and not self._logic.ends_any(parts, tokens)
 
-        compute = partial(self._engine.step_behind, works, built)
-        step.ahead = Ahead(works, asyncio.get_running_loop().create_future(), follows=follows, compute=compute)
+        compute = partial(self._engine.step_prepared, works, built)
+        step.next_step = NextStep(works, asyncio.get_running_loop().create_future(), follows=follows, compute=compute)
 
     async def _finish(self, step: Step[Work, list[SampledToken]]) -> Step[Work, list[SampledToken]] | None:
         """Record the result of a step. Return the step that follows at once, if any."""
@@ -153,11 +153,11 @@ class Stepping:
             self.clock.lap(HAND_OVER)
         self._logic.step_done(works, tokens, step_s, time.monotonic(), goes_on=goes_on)
         if goes_on:
-            ahead, step.ahead = step.ahead, None
-            assert ahead is not None
-            ahead.take_in()
+            next_step, step.next_step = step.next_step, None
+            assert next_step is not None
+            next_step.take_in()
             self._carry_out()
-            return ahead
+            return next_step
         self.clock.lap(AFTER)
         self._carry_out()
         self.clock.lap(SEND)

@@ -335,7 +335,7 @@ class OutgoingTransfers:
 
     def _finish(self, node_request: NodeRequest) -> None:
         """Send the last blocks and the tail of a transfer."""
-        tail = to_tail(_outgoing_of(node_request).tail, self._leases.makers_of(node_request))
+        tail = to_tail(_outgoing_of(node_request).tail, self._leases.numerics_ids_of(node_request))
         self._endings.decide(FinishSend(node_request.request.epoch, self._leases.filled_blocks(node_request), tail))
 
     def _prompt_sent(self, node_request: NodeRequest, result: Sent | TransferFailed, now: float) -> None:

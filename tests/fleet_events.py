@@ -11,7 +11,7 @@ STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LEN
 ABORT = inference_pb2.FINISH_REASON_ABORT
 
 BLOCK_SIZE = 16
-MAKERS = [b"a node: c", b"a node: s"]  # that it computed its blocks in chunks or in decode steps
+NUMERICS_IDS = [b"a node: c", b"a node: s"]  # that it computed its blocks in chunks or in decode steps
 MODEL = {  # as of the folder that write_fake_model writes
     "architecture": "FakeForCausalLM",
     "vocab_size": "260",
@@ -145,8 +145,10 @@ def cancelled(attempt):
     return fleet_pb2.NodeEvent(cancelled=fleet_pb2.Cancelled(attempt=attempt))
 
 
-def cache_changed(stored=(), removed=(), makers=MAKERS):
-    return fleet_pb2.NodeEvent(cache_changed=fleet_pb2.CacheChanged(stored=stored, removed=removed, makers=makers))
+def cache_changed(stored=(), removed=(), numerics_ids=NUMERICS_IDS):
+    return fleet_pb2.NodeEvent(
+        cache_changed=fleet_pb2.CacheChanged(stored=stored, removed=removed, makers=numerics_ids)
+    )
 
 
 def block_hints(token_ids, cache_salt="", made="", **fingerprint):

@@ -1,8 +1,9 @@
-"""What a second branch of candidates would bring: `python -m tests.second_branches MODEL` prints a table.
+"""What a second branch of draft tokens would bring: `python -m tests.second_branches MODEL` prints a table.
 
-With a tree of candidates a step could compute, beside the continuation that lookup takes, that of another place, which
-begins with another token. Answers of the model are replayed as if each step had up to NUM_CANDIDATES of each: what a
-tree would give if it cost nothing but its rows. A branch computes the last token once more, in a block of its own.
+With a tree of draft tokens a step could compute, beside the continuation that lookup takes, that of another place,
+which begins with another token. Answers of the model are replayed as if each step had up to NUM_DRAFT_TOKENS of each:
+what a tree would give if it cost nothing but its rows. A branch computes the last token once more, in a block of its
+own.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from serving_core.settings import EngineSettings
 from splitserve_bench.engine.speculation import CHAT, EDIT, SUMMARY, prompts_of
 from tests.toy_scheduler import greedy, run_all
 
-NUM_CANDIDATES: Final = 8
+NUM_DRAFT_TOKENS: Final = 8
 NUM_ANSWERS: Final = 16
 NUM_TOKENS: Final = 120
 
@@ -26,7 +27,7 @@ class Step(NamedTuple):
     """What one step gave."""
 
     has_branch: bool
-    num_chain: int  # candidates that came of the place that lookup takes
+    num_chain: int  # draft tokens that came of the place that lookup takes
     num_tree: int  # that came of the better one
 
 
@@ -39,8 +40,8 @@ def two_places(lookup: Lookup, text: Sequence[int]) -> tuple[int, int | None]:
 
 
 def num_came(text: Sequence[int], place: int, rest: Sequence[int]) -> int:
-    candidates = following(text, place, min(NUM_CANDIDATES, len(rest)))
-    return next((index for index, each in enumerate(candidates) if each != rest[index]), len(candidates))
+    draft_tokens = following(text, place, min(NUM_DRAFT_TOKENS, len(rest)))
+    return next((index for index, each in enumerate(draft_tokens) if each != rest[index]), len(draft_tokens))
 
 
 def steps_of(prompt: list[int], answer: list[int], *, by_tree: bool) -> list[Step]:

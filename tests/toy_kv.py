@@ -11,22 +11,22 @@ from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
 
-from serving_core.node.prefix import CHUNK, EITHER, GRAFT, STEP, root_name
+from serving_core.node.prefix import CHUNK, EITHER, MIXED_NUMERICS, STEP, root_name
 from serving_core.requests import Work
 
 FINGERPRINT = {"model": "toy"}
 NUM_TOKEN_IDS = 3
 SPOILT = ("spoilt", (), None)
 HERE, ELSEWHERE = b"-origin-", b"another-"
-ORIGINS = (b"origin-0", b"origin-1")  # of a fleet's nodes
+NUMERICS = (b"origin-0", b"origin-1")  # of a fleet's nodes
 
 
 class ToyKV:
     """The slots of all blocks, and the model that writes and reads them."""
 
-    def __init__(self, num_blocks, block_size, origin=HERE, *, is_history_free=False):
+    def __init__(self, num_blocks, block_size, numerics=HERE, *, is_batch_invariant=False):
         self._block_size = block_size
-        self._of_chunk, self._of_step = (origin + (EITHER if is_history_free else kind) for kind in (CHUNK, STEP))
+        self._of_chunk, self._of_step = (numerics + (EITHER if is_batch_invariant else kind) for kind in (CHUNK, STEP))
         self._meant = {}  # what each name that was ever seen stands for
         self._slots = [[SPOILT] * block_size for _ in range(num_blocks)]
 
@@ -34,16 +34,16 @@ class ToyKV:
         """Writes all works, then reads all back; gives the tokens that works sample, as Work.take takes them. The
         requests of `writing` do a decode step."""
         for work in works:
-            maker = self._of_step if work.request in writing else self._of_chunk
-            hoped = replace(work.request, token_ids=[*work.request.token_ids, *work.candidates])
-            end = work.start + work.num_tokens + len(work.candidates)
-            self._write(hoped, work.block_ids, range(work.start, end), maker)
+            numerics_id = self._of_step if work.request in writing else self._of_chunk
+            hoped = replace(work.request, token_ids=[*work.request.token_ids, *work.draft_tokens])
+            end = work.start + work.num_tokens + len(work.draft_tokens)
+            self._write(hoped, work.block_ids, range(work.start, end), numerics_id)
         return [token for work in works if work.samples for token in self._sample(work)]
 
     def _sample(self, work):
         tokens = [next_token(self._read(work))]
-        for candidate in work.candidates:
-            if tokens[-1] != candidate:
+        for draft_token in work.draft_tokens:
+            if tokens[-1] != draft_token:
                 break
             grown = replace(work.request, token_ids=[*work.request.token_ids, *tokens])
             tokens.append(next_token(self._read(Work(grown, len(grown.token_ids) - 1, 1, work.block_ids))))
@@ -56,12 +56,12 @@ class ToyKV:
 
     def receive(self, request, block_ids, num_cached_blocks):
         """What a transfer brings: all but the leading blocks, which must be there, from a like node that has read it
-        all in chunks. Gives the makers of all blocks that it fills or begins to."""
+        all in chunks. Gives the numerics ids of all blocks that it fills or begins to."""
         num_tokens, num_blocks = len(request.token_ids), len(block_ids)
         start = num_cached_blocks * self._block_size
         self._check(request, block_ids, start)
-        is_history_free = self._of_chunk == self._of_step
-        source = ToyKV(num_blocks, self._block_size, ELSEWHERE, is_history_free=is_history_free)
+        is_batch_invariant = self._of_chunk == self._of_step
+        source = ToyKV(num_blocks, self._block_size, ELSEWHERE, is_batch_invariant=is_batch_invariant)
         source._write(request, range(num_blocks), range(num_tokens), source._of_chunk)
         self.copy_from(source, range(num_cached_blocks, num_blocks), block_ids[num_cached_blocks:])
         return [source._of_chunk] * -(-num_tokens // self._block_size)
@@ -97,36 +97,38 @@ class ToyKV:
             assert held == expected, f"block {block} has a name and is not full"
             assert self._meant.setdefault(name, (salt, token_ids)) == (salt, token_ids), f"{block} has another's name"
 
-    def check_table(self, request, block_ids, names, makers, allocator):
-        """The names are those of these makers, and the makers those that have really made the blocks, up to a graft.
-        Behind one, names stand for the tokens alone."""
+    def check_table(self, request, block_ids, names, numerics_ids, allocator):
+        """The names are those of these numerics ids, and the numerics ids those that have really made the blocks, up to
+        one of mixed numerics. Behind one, names stand for the tokens alone.
+        """
         names_by_block = {block: name for name, block in allocator.blocks_by_name.items()}
         name, is_exact = root_name(FINGERPRINT, request.cache_salt), True
-        for index, maker in enumerate(makers):
+        for index, numerics_id in enumerate(numerics_ids):
             token_ids = request.token_ids[index * self._block_size : (index + 1) * self._block_size]
-            name = name_of(name, maker, token_ids)
-            assert names[index] == name, "a name is not that of its maker"
+            name = name_of(name, numerics_id, token_ids)
+            assert names[index] == name, "a name is not that of its numerics_id"
             assert names_by_block.get(block_ids[index], name) == name, "the block goes by another name"
-            is_exact = is_exact and maker != GRAFT
+            is_exact = is_exact and numerics_id != MIXED_NUMERICS
             assert not is_exact or self.true_name(block_ids[index]) == name, "something else has made this block"
 
     def true_name(self, block):
-        """What a full block is to be called after what really made it; where that is not one maker behind one history,
-        something else."""
+        """What a full block is to be called after what really made it; where that is not one numerics id behind one
+        history, something else.
+        """
         marks = {mark for _, _, mark in self._slots[block]}
         token_ids = self._slots[block][-1][1][-self._block_size :]
-        if len({(before, maker[:-1]) for before, maker in marks}) > 1:
+        if len({(before, numerics_id[:-1]) for before, numerics_id in marks}) > 1:
             return repr(sorted(marks)).encode()
-        before, maker = max(marks)  # STEP is the greater one
-        return name_of(before, maker, token_ids)
+        before, numerics_id = max(marks)  # STEP is the greater one
+        return name_of(before, numerics_id, token_ids)
 
-    def _write(self, request, block_ids, positions, maker):
+    def _write(self, request, block_ids, positions, numerics_id):
         histories = {}  # of each block; what lies before it is whole by the time that it is written to
         for position in positions:
             index = position // self._block_size
             if index not in histories:
                 histories[index] = self._history(request, block_ids[:index])
-            mark = (histories[index], maker)
+            mark = (histories[index], numerics_id)
             content = (request.cache_salt, tuple(request.token_ids[: position + 1]), mark)
             self._slots[block_ids[index]][position % self._block_size] = content
 
@@ -165,11 +167,11 @@ def answer_of(token_ids, num_tokens):
     return context[len(token_ids) :]
 
 
-def name_of(before, maker, token_ids):
+def name_of(before, numerics_id, token_ids):
     """The name of a block of these tokens behind another one."""
-    return _name_of(before, maker, tuple(token_ids))
+    return _name_of(before, numerics_id, tuple(token_ids))
 
 
 @lru_cache(2**14)
-def _name_of(before, maker, token_ids):
-    return sha256(before + maker + b"".join(token.to_bytes(4, "little") for token in token_ids)).digest()
+def _name_of(before, numerics_id, token_ids):
+    return sha256(before + numerics_id + b"".join(token.to_bytes(4, "little") for token in token_ids)).digest()

@@ -65,7 +65,7 @@ def run_all(
     propose: Callable[[Request], list[int]] = lambda request: [],
 ) -> list[list[SampledToken]]:
     """The sampled tokens of each prompt, all served together; request i joins at step joins_at[i] (or 0), and is
-    computed with adapters[i] (or none), and with the candidates that are proposed for it.
+    computed with adapters[i] (or none), and with the draft tokens that are proposed for it.
 
     Prefixes are shared by way of an `allocator` that is given, also from one call to the next of one engine.
     """
@@ -113,21 +113,21 @@ def _work(
 ) -> Work:
     if run.lease is None:
         num_blocks = (len(run.request.token_ids) - 1) // engine.layout.block_size
-        makers = [engine.origin + CHUNK, engine.origin + STEP]
-        found = run.names.find(run.request.token_ids, num_blocks, makers, allocator.blocks_by_name.__contains__)
+        numerics_ids = [engine.numerics + CHUNK, engine.numerics + STEP]
+        found = run.names.find(run.request.token_ids, num_blocks, numerics_ids, allocator.blocks_by_name.__contains__)
         run.names.begin(*found)
         run.lease = allocator.allocate(len(run.names.names), run.names.names)
         run.num_computed = run.lease.num_cached * engine.layout.block_size
     num_tokens = min(chunk_tokens, len(run.request.token_ids) - run.num_computed)
     reaches_end = run.request.num_output_tokens and run.num_computed + num_tokens == len(run.request.token_ids)
-    candidates = propose(run.request) if reaches_end else []
-    needed = engine.layout.num_blocks_for(run.num_computed + num_tokens + len(candidates))
+    draft_tokens = propose(run.request) if reaches_end else []
+    needed = engine.layout.num_blocks_for(run.num_computed + num_tokens + len(draft_tokens))
     run.lease.grow(max(0, needed - len(run.lease.block_ids)))
-    return Work(run.request, run.num_computed, num_tokens, run.lease.block_ids, candidates)
+    return Work(run.request, run.num_computed, num_tokens, run.lease.block_ids, draft_tokens)
 
 
 def _publish(run: Run, engine: Engine) -> None:
-    is_step = bool(run.request.num_output_tokens) and not engine.is_history_free
+    is_step = bool(run.request.num_output_tokens) and not engine.is_batch_invariant
     while len(run.names.names) < run.num_computed // engine.layout.block_size:
-        run.names.add(run.request.token_ids, engine.origin + (STEP if is_step else CHUNK))
+        run.names.add(run.request.token_ids, engine.numerics + (STEP if is_step else CHUNK))
     run.lease.publish(run.names.names)

@@ -117,16 +117,16 @@ class Prompt:
         def is_held(name: bytes) -> bool:
             return hint_of(name) in node.hints
 
-        held, _ = self._names.find(self.token_ids, len(self) // block_size, node.makers, is_held)
+        held, _ = self._names.find(self.token_ids, len(self) // block_size, node.numerics_ids, is_held)
         return len(held) * block_size
 
     def _begins_on(self, node: Node) -> bool:
         """Return whether the node reports to hold the first block. This decides quickly for most nodes."""
-        for maker in node.makers:
-            hint = self._first.get(maker)
+        for numerics_id in node.numerics_ids:
+            hint = self._first.get(numerics_id)
             if hint is None:
-                name = child_name(self._root, maker, self.token_ids[: node.block_size])
-                hint = self._first[maker] = hint_of(name)
+                name = child_name(self._root, numerics_id, self.token_ids[: node.block_size])
+                hint = self._first[numerics_id] = hint_of(name)
             if hint in node.hints:
                 return True
         return False

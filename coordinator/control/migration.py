@@ -42,7 +42,7 @@ from coordinator.control.timeline import Phase
 from protos import fleet_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
-from serving_core.node.prefix import GRAFT, tells_bits
+from serving_core.node.prefix import MIXED_NUMERICS, tells_bits
 from serving_core.shapes import DECODE, PREFILL
 from serving_core.slo import Due
 
@@ -239,8 +239,10 @@ def _num_tokens_needed(request: TrackedRequest) -> int:
 
 def _is_whole(request: TrackedRequest) -> bool:
     """Return whether all blocks of a request travel, whatever its target has cached."""
-    makers = request.attempt.decode.makers
-    return request.migrations_whole or not all(maker == GRAFT or tells_bits(maker) for maker in makers)
+    numerics_ids = request.attempt.decode.numerics_ids
+    return request.migrations_whole or not all(
+        numerics_id == MIXED_NUMERICS or tells_bits(numerics_id) for numerics_id in numerics_ids
+    )
 
 
 def _marks_shared(request: TrackedRequest, migration: Migration) -> Sequence[int]:

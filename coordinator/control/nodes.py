@@ -23,7 +23,7 @@ from serving_core.errors import RequestError
 from serving_core.model_files.adapter_names import ADAPTER_NAME, MOST_ADAPTERS, adapters_in
 from serving_core.net.failure_detector import AwakeClock, FailureDetector
 from serving_core.node.costs import StepWeights
-from serving_core.node.prefix import MAX_MAKERS
+from serving_core.node.prefix import MAX_NUMERICS_IDS
 from serving_core.reasons import (
     BAD_PARAM,
     NAME_TAKEN,
@@ -159,7 +159,7 @@ class Node:
     # at most num_blocks + num_tier_blocks.
     hints: set[int] = field(default_factory=set)
     # Numerics ids that these blocks may have, in the order in which the node looks for them.
-    makers: list[bytes] = field(default_factory=list)
+    numerics_ids: list[bytes] = field(default_factory=list)
     # Constants of the Hello, read once: placement asks every node for every request.
     name: str = field(init=False)
     tp_size: int = field(init=False)  # ranks of each pipeline stage; 1 if not reported
@@ -325,7 +325,7 @@ class Registry:
         Return how many stored blocks were left out because they exceed the node's capacity. Such a node has miscounted,
         but it is not lost for that: a wrong block hash costs a detour and never a wrong token.
         """
-        node.makers, hints = list(event.makers[:MAX_MAKERS]), node.hints
+        node.numerics_ids, hints = list(event.makers[:MAX_NUMERICS_IDS]), node.hints
         hints.difference_update(event.removed)
         new = [hint for hint in dict.fromkeys(event.stored) if hint not in hints]
         room = node.hello.num_blocks + node.hello.num_tier_blocks - len(hints)

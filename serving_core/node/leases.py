@@ -5,7 +5,16 @@ from typing import Any, NamedTuple
 
 from serving_core.layout import KVLayout
 from serving_core.node.blocks import BlockAllocator, BlockLease
-from serving_core.node.prefix import CHUNK, EITHER, GRAFT, MAX_MAKERS, ORIGIN_BYTES, STEP, BlockNames, num_alike
+from serving_core.node.prefix import (
+    CHUNK,
+    EITHER,
+    MAX_NUMERICS_IDS,
+    MIXED_NUMERICS,
+    NUMERICS_BYTES,
+    STEP,
+    BlockNames,
+    num_alike,
+)
 from serving_core.node.requests import NodeRequest, RequestState
 
 
@@ -16,30 +25,32 @@ class PrefixFetch(NamedTuple):
 
     lease: BlockLease
     names: list[bytes]  # block hashes of the first blocks
-    makers: list[bytes]  # numerics ids of the same blocks
+    numerics_ids: list[bytes]  # numerics ids of the same blocks
 
 
 class Leases:
     """Takes, grows, publishes and gives back the leases of requests on one pool."""
 
-    def __init__(self, allocator: BlockAllocator, layout: KVLayout, origin: bytes, *, is_history_free: bool) -> None:
-        """Manage the leases of one allocator. `origin` is the node's (serving_core/node/prefix.py);
-        `is_history_free` tells whether prefill chunks and decode steps give the same bits.
+    def __init__(
+        self, allocator: BlockAllocator, layout: KVLayout, numerics: bytes, *, is_batch_invariant: bool
+    ) -> None:
+        """Manage the leases of one allocator. `numerics` is the node's (serving_core/node/prefix.py);
+        `is_batch_invariant` tells whether prefill chunks and decode steps give the same bits.
         """
         self._allocator = allocator
         self._layout = layout
-        self._origin = origin
-        self._of_chunk, self._of_step = (origin + (EITHER if is_history_free else kind) for kind in (CHUNK, STEP))
+        self._numerics = numerics
+        self._of_chunk, self._of_step = (numerics + (EITHER if is_batch_invariant else kind) for kind in (CHUNK, STEP))
         self.on_remote_kv_left: Callable[[Sequence[Any]], None] | None = None
         """Called with the remote KV of a request that has given its blocks back."""
-        self._makers = [*dict.fromkeys((self._of_chunk, self._of_step)), GRAFT]
+        self._numerics_ids = [*dict.fromkeys((self._of_chunk, self._of_step)), MIXED_NUMERICS]
 
     @property
-    def makers(self) -> list[bytes]:
+    def numerics_ids(self) -> list[bytes]:
         """Return the numerics ids of all blocks that the pool may hold, in search order: this node's, then those of
-        nodes that sent blocks, then GRAFT.
+        nodes that sent blocks, then MIXED_NUMERICS.
         """
-        return self._makers
+        return self._numerics_ids
 
     @property
     def num_free(self) -> int:
@@ -69,12 +80,12 @@ class Leases:
 
         Cached blocks of the leading num_cacheable tokens are shared, and their tokens count as computed.
         """
-        names, makers = self._find(node_request, num_cacheable)
+        names, numerics_ids = self._find(node_request, num_cacheable)
         num_blocks = self.blocks_for(num_tokens)
         if self._allocator.num_needed(num_blocks, names) + num_spare > self._allocator.num_free:
             return False
         node_request.lease = self._allocator.allocate(num_blocks, names)
-        node_request.names.begin(names, makers)
+        node_request.names.begin(names, numerics_ids)
         if node_request.num_found_blocks is None:
             node_request.num_found_blocks = node_request.num_cached_blocks
         node_request.num_computed = node_request.num_cached_blocks * self._layout.block_size
@@ -126,8 +137,8 @@ class Leases:
             return
         names = node_request.names
         if (num_new := num_full - len(names.names)) > 0:
-            others = [self._own_maker(node_request)] * (num_new - 1)
-            names.add(node_request.request.token_ids, self._maker(node_request), *others)
+            others = [self._own_numerics_id(node_request)] * (num_new - 1)
+            names.add(node_request.request.token_ids, self._numerics_id(node_request), *others)
         node_request.lease.publish(names.names)
 
     def copied(self, node_request: NodeRequest, made: Sequence[tuple[bytes, int]]) -> None:
@@ -140,43 +151,47 @@ class Leases:
             return
         num_tokens = node_request.num_computed
         names, num_full = node_request.names, self._full_blocks(num_tokens)
-        makers = self._makers_there(names.makers, self.blocks_for(num_tokens), made)
-        names.add(node_request.request.token_ids, *makers[len(names.makers) : num_full])
-        names.begun_by = b"".join(makers[num_full:])
+        numerics_ids = self._numerics_ids_there(names.numerics_ids, self.blocks_for(num_tokens), made)
+        names.add(node_request.request.token_ids, *numerics_ids[len(names.numerics_ids) : num_full])
+        names.begun_by = b"".join(numerics_ids[num_full:])
 
-    def _makers_there(self, found: list[bytes], num_blocks: int, made: Sequence[tuple[bytes, int]]) -> list[bytes]:
-        """Return the numerics ids of num_blocks blocks copied behind the blocks `found` here: from `made`, or GRAFT."""
+    def _numerics_ids_there(
+        self, found: list[bytes], num_blocks: int, made: Sequence[tuple[bytes, int]]
+    ) -> list[bytes]:
+        """Return the numerics ids of num_blocks blocks copied behind the blocks `found` here: from `made`, or
+        MIXED_NUMERICS.
+        """
         is_told = sum(num_made for _, num_made in made) == num_blocks
-        makers = [maker for maker, num_made in made for _ in range(num_made)] if is_told else []
-        is_alike = is_told and makers[: len(found)] == found
-        return makers if is_alike and self._know(makers) else [GRAFT] * num_blocks
+        numerics_ids = [numerics_id for numerics_id, num_made in made for _ in range(num_made)] if is_told else []
+        is_alike = is_told and numerics_ids[: len(found)] == found
+        return numerics_ids if is_alike and self._know(numerics_ids) else [MIXED_NUMERICS] * num_blocks
 
-    def makers_of(self, node_request: NodeRequest) -> list[bytes]:
+    def numerics_ids_of(self, node_request: NodeRequest) -> list[bytes]:
         """Return the numerics ids of all blocks with computed KV; none if the blocks have no hashes."""
-        makers = list(node_request.names.makers)
+        numerics_ids = list(node_request.names.numerics_ids)
         if self._allocator.caching and node_request.num_computed % self._layout.block_size:
-            makers.append(self._maker(node_request))
-        return makers
+            numerics_ids.append(self._numerics_id(node_request))
+        return numerics_ids
 
-    def _maker(self, node_request: NodeRequest) -> bytes:
+    def _numerics_id(self, node_request: NodeRequest) -> bytes:
         """Return the numerics id of the first block that has no hash yet."""
         begun_by = node_request.names.begun_by
-        if begun_by and begun_by[:ORIGIN_BYTES] != self._origin:
-            return GRAFT
-        return self._own_maker(node_request)
+        if begun_by and begun_by[:NUMERICS_BYTES] != self._numerics:
+            return MIXED_NUMERICS
+        return self._own_numerics_id(node_request)
 
-    def _own_maker(self, node_request: NodeRequest) -> bytes:
+    def _own_numerics_id(self, node_request: NodeRequest) -> bytes:
         """Return the numerics id of what this node computes for the request in its present state."""
         return (
             self._of_chunk if node_request.state in (RequestState.PREFILLING, RequestState.PREFILLED) else self._of_step
         )
 
-    def _know(self, makers: Sequence[bytes]) -> bool:
+    def _know(self, numerics_ids: Sequence[bytes]) -> bool:
         """Search for blocks of these numerics ids from now on; return whether there is room for them."""
-        new = [maker for maker in dict.fromkeys(makers) if maker not in self._makers]
-        if len(self._makers) + len(new) > MAX_MAKERS:
+        new = [numerics_id for numerics_id in dict.fromkeys(numerics_ids) if numerics_id not in self._numerics_ids]
+        if len(self._numerics_ids) + len(new) > MAX_NUMERICS_IDS:
             return False
-        self._makers[-1:-1] = new
+        self._numerics_ids[-1:-1] = new
         return True
 
     def final_blocks(self, node_request: NodeRequest) -> list[int]:
@@ -227,14 +242,14 @@ class Leases:
         self, names: BlockNames, token_ids: Sequence[int], num_tokens: int, is_held: Callable[[bytes], bool]
     ) -> list[bytes]:
         """Return the hashes of the leading full blocks of num_tokens of these tokens for which `is_held` is true."""
-        return names.find(token_ids, self._full_blocks(num_tokens), self._makers, is_held)[0]
+        return names.find(token_ids, self._full_blocks(num_tokens), self._numerics_ids, is_held)[0]
 
     def send_prefix(self, names: BlockNames, token_ids: Sequence[int]) -> tuple[BlockLease, list[bytes]]:
         """Lease the leading full blocks of these tokens that the pool has, for a remote prefix fetch; return the lease
         and their numerics ids.
         """
-        found, makers = self._find_named(names, token_ids, len(token_ids))
-        return self._allocator.allocate(len(found), found), makers
+        found, numerics_ids = self._find_named(names, token_ids, len(token_ids))
+        return self._allocator.allocate(len(found), found), numerics_ids
 
     def begin_prefix_fetch(self, node_request: NodeRequest, num_tokens: int) -> PrefixFetch:
         """Lease blocks for the leading full blocks of num_tokens tokens: the cached ones, and empty ones for a remote
@@ -242,8 +257,8 @@ class Leases:
 
         Raises OutOfBlocks.
         """
-        names, makers = self._find(node_request, num_tokens)
-        return PrefixFetch(self._allocator.allocate(self._full_blocks(num_tokens), names), names, makers)
+        names, numerics_ids = self._find(node_request, num_tokens)
+        return PrefixFetch(self._allocator.allocate(self._full_blocks(num_tokens), names), names, numerics_ids)
 
     def lent(
         self, node_request: NodeRequest, prefix_fetch: PrefixFetch, num_blocks: int, made: Sequence[tuple[bytes, int]]
@@ -253,10 +268,10 @@ class Leases:
         The prompt then finds them in the pool, unless it has begun without them.
         """
         names = node_request.names.of_others()
-        names.begin(list(prefix_fetch.names), list(prefix_fetch.makers))
+        names.begin(list(prefix_fetch.names), list(prefix_fetch.numerics_ids))
         names.add(
             node_request.request.token_ids,
-            *self._makers_there(prefix_fetch.makers, num_blocks, made)[len(prefix_fetch.makers) :],
+            *self._numerics_ids_there(prefix_fetch.numerics_ids, num_blocks, made)[len(prefix_fetch.numerics_ids) :],
         )
         prefix_fetch.lease.publish(names.names)
 
@@ -268,9 +283,9 @@ class Leases:
         """
         if node_request.distributed is not None:
             return [], []
-        names, makers = self._find_named(node_request.names, node_request.request.token_ids, num_tokens)
-        num_found = num_alike(makers) if node_request.is_arriving else len(makers)
-        return names[:num_found], makers[:num_found]
+        names, numerics_ids = self._find_named(node_request.names, node_request.request.token_ids, num_tokens)
+        num_found = num_alike(numerics_ids) if node_request.is_arriving else len(numerics_ids)
+        return names[:num_found], numerics_ids[:num_found]
 
     def _find_named(
         self, names: BlockNames, token_ids: Sequence[int], num_tokens: int
@@ -278,7 +293,7 @@ class Leases:
         if not self._allocator.caching:
             return [], []
         is_held = self._allocator.blocks_by_name.__contains__
-        return names.find(token_ids, self._full_blocks(num_tokens), self._makers, is_held)
+        return names.find(token_ids, self._full_blocks(num_tokens), self._numerics_ids, is_held)
 
     def _full_blocks(self, num_tokens: int) -> int:
         return num_tokens // self._layout.block_size

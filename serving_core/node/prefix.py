@@ -1,16 +1,17 @@
 """Compute block hashes, by which requests with a common prefix share KV. Torch-free.
 
-A full block's hash (its name) is SHA-256 over the hash of the block before it, its numerics id (its maker) and its own
-token ids. The root stands before the first block and distinguishes models, adapters and salts. A numerics id combines
-the origin of the node that computed the block (8 bytes for its kernels and ranks) and whether the node computed it in
-prefill chunks or, at least its last token, in decode steps; EITHER if the bits do not depend on that
-(Engine.is_history_free). Then the hash determines all that the bits of the block's KV depend on, and copies in other
+A full block's hash (its name) is SHA-256 over the hash of the block before it, its numerics id and its own token ids.
+The root stands before the first block and distinguishes models, adapters and salts. A numerics id combines the numerics
+of the engine that computed the block (8 bytes for its kernels and ranks) and whether the node computed it in prefill
+chunks or, at least its last token, in decode steps; EITHER if the bits do not depend on that
+(Engine.is_batch_invariant). Then the hash determines all that the bits of the block's KV depend on, and copies in other
 pools have it too. (Otherwise the hash omits some of it: the ends of chunks, the place in a block where the output
 begins, the rest of the batch.)
 
 Some blocks have no single numerics id: copies placed behind other blocks than those that they were computed behind, and
-blocks that a node of one origin began and a node of another filled. Their values are correct, but their bits are their
-own: their numerics id is GRAFT, and a hash with GRAFT in its history stands for the tokens alone.
+blocks that a node of one kind of numerics began and a node of another filled. Their values are correct, but their bits
+are their own: their numerics id is MIXED_NUMERICS, and a hash with MIXED_NUMERICS in its history stands for the tokens
+alone.
 
 KV of any numerics id is valid KV of its tokens, so a node uses whatever it finds, and hashes of later blocks build on
 it.
@@ -26,14 +27,14 @@ from serving_core.model_files.adapter_names import adapter_key
 
 NAME_BYTES: Final = 32
 HINT_BYTES: Final = 8
-ORIGIN_BYTES: Final = 8
+NUMERICS_BYTES: Final = 8
 
 CHUNK: Final = b"c"
 STEP: Final = b"s"
 EITHER: Final = b"e"
-GRAFT: Final = bytes(ORIGIN_BYTES) + b"g"
-MAKER_BYTES: Final = len(GRAFT)
-MAX_MAKERS: Final = 32  # numerics ids that one node distinguishes
+MIXED_NUMERICS: Final = bytes(NUMERICS_BYTES) + b"g"
+NUMERICS_ID_BYTES: Final = len(MIXED_NUMERICS)
+MAX_NUMERICS_IDS: Final = 32  # numerics ids that one node distinguishes
 
 # As long as a hash but not one: the input of a root can never be the input of a block's hash.
 _ROOT_TAG: Final = b"splitserve: root of block names".ljust(NAME_BYTES, b"\0")
@@ -52,14 +53,14 @@ def root_name(fingerprint: Mapping[str, str], cache_salt: str, adapter: str = ""
     return _digest(_ROOT_TAG, cache_salt, fingerprint)
 
 
-def origin_of(facts: Mapping[str, str]) -> bytes:
+def numerics_of(facts: Mapping[str, str]) -> bytes:
     """Return 8 bytes that stand for all facts beside the fingerprint that a node's bits depend on."""
-    return _digest(b"", "", facts)[:ORIGIN_BYTES]
+    return _digest(b"", "", facts)[:NUMERICS_BYTES]
 
 
-def child_name(parent: bytes, maker: bytes, token_ids: Sequence[int]) -> bytes:
+def child_name(parent: bytes, numerics_id: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the hash, 32 bytes, of a block of these tokens behind the block (or the root) with hash `parent`."""
-    return hashlib.sha256(parent + maker + _packed(len(token_ids)).pack(*token_ids)).digest()
+    return hashlib.sha256(parent + numerics_id + _packed(len(token_ids)).pack(*token_ids)).digest()
 
 
 @lru_cache(maxsize=16)
@@ -67,16 +68,18 @@ def _packed(num_tokens: int) -> struct.Struct:
     return struct.Struct(f"<{num_tokens}I")
 
 
-def num_alike(makers: Sequence[bytes]) -> int:
+def num_alike(numerics_ids: Sequence[bytes]) -> int:
     """Return how many leading blocks with these numerics ids have the same bits wherever their hashes occur."""
-    return next((index for index, maker in enumerate(makers) if not tells_bits(maker)), len(makers))
+    return next(
+        (index for index, numerics_id in enumerate(numerics_ids) if not tells_bits(numerics_id)), len(numerics_ids)
+    )
 
 
-def tells_bits(maker: bytes) -> bool:
+def tells_bits(numerics_id: bytes) -> bool:
     """Return whether the hashes of blocks with this numerics id determine their bits, provided that those before them
     do.
     """
-    return maker.endswith(EITHER)
+    return numerics_id.endswith(EITHER)
 
 
 def hint_of(name: bytes) -> int:
@@ -104,28 +107,28 @@ class BlockNames:
         self._tried: dict[tuple[bytes, bytes], bytes] = {}  # hashes by parent and numerics id
         self._found: tuple[list[bytes], list[bytes]] = [], []  # by the last search
         self.names: list[bytes] = []  # of the request's leading blocks; callers must not change them
-        self.makers: list[bytes] = []  # of the same blocks
+        self.numerics_ids: list[bytes] = []  # of the same blocks
         self.begun_by = b""  # numerics id of the next block, if a part of it came from another node
 
     def find(
-        self, token_ids: Sequence[int], num_blocks: int, makers: Sequence[bytes], is_held: Callable[[bytes], bool]
+        self, token_ids: Sequence[int], num_blocks: int, numerics_ids: Sequence[bytes], is_held: Callable[[bytes], bool]
     ) -> tuple[list[bytes], list[bytes]]:
         """Return hashes and numerics ids of the leading blocks, at most num_blocks, that are held.
 
-        A block found in the last search is kept if it is still held; else the first of `makers` under which a block is
-        held wins.
+        A block found in the last search is kept if it is still held; else the first of `numerics_ids` under which a
+        block is held wins.
         """
         names, found = self._found_before(num_blocks, is_held)
         parent = names[-1] if names else self.root
         for index in range(len(names), num_blocks):
-            for maker in makers:
-                name = self._tried.get((parent, maker)) or self._try(parent, maker, index, token_ids)
+            for numerics_id in numerics_ids:
+                name = self._tried.get((parent, numerics_id)) or self._try(parent, numerics_id, index, token_ids)
                 if is_held(name):
                     break
             else:
                 break
             names.append(name)
-            found.append(maker)
+            found.append(numerics_id)
             parent = name
         self._found = names, found
         return names, found
@@ -134,32 +137,32 @@ class BlockNames:
         """Return new BlockNames for the same tokens, for blocks that the request does not have."""
         return BlockNames(self.root, self._block_size)
 
-    def begin(self, names: list[bytes], makers: list[bytes]) -> None:
+    def begin(self, names: list[bytes], numerics_ids: list[bytes]) -> None:
         """Set the request's blocks to exactly these, as found."""
-        self.names, self.makers, self.begun_by = names, makers, b""
+        self.names, self.numerics_ids, self.begun_by = names, numerics_ids, b""
         self._tried, self._found = {}, ([], [])
 
-    def add(self, token_ids: Sequence[int], *makers: bytes) -> None:
+    def add(self, token_ids: Sequence[int], *numerics_ids: bytes) -> None:
         """Add the next full blocks, with these numerics ids."""
         names, size = self.names, self._block_size
         name, start = names[-1] if names else self.root, len(names) * size
-        for maker in makers:
-            name = child_name(name, maker, token_ids[start : start + size])
+        for numerics_id in numerics_ids:
+            name = child_name(name, numerics_id, token_ids[start : start + size])
             names.append(name)
             start += size
-        self.makers += makers
+        self.numerics_ids += numerics_ids
         self.begun_by = b""
 
     def _found_before(self, num_blocks: int, is_held: Callable[[bytes], bool]) -> tuple[list[bytes], list[bytes]]:
-        names, makers = self._found
+        names, numerics_ids = self._found
         if not names:
             return [], []
         most = min(num_blocks, len(names))
         num_held = next((index for index in range(most) if not is_held(names[index])), most)
-        return names[:num_held], makers[:num_held]
+        return names[:num_held], numerics_ids[:num_held]
 
-    def _try(self, parent: bytes, maker: bytes, index: int, token_ids: Sequence[int]) -> bytes:
-        name = self._tried[parent, maker] = child_name(parent, maker, self._tokens(index, token_ids))
+    def _try(self, parent: bytes, numerics_id: bytes, index: int, token_ids: Sequence[int]) -> bytes:
+        name = self._tried[parent, numerics_id] = child_name(parent, numerics_id, self._tokens(index, token_ids))
         return name
 
     def _tokens(self, index: int, token_ids: Sequence[int]) -> Sequence[int]:

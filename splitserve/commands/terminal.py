@@ -264,7 +264,7 @@ def _savings(completion: Completion) -> list[str]:
         saved = f", {size_of(completion.kv_bytes_saved)} saved" if completion.kv_bytes_saved else ""
         parts.append(f"{size_of(completion.kv_bytes)} of KV sent{saved}")
     if completion.proposed_tokens:
-        parts.append(f"{completion.accepted_tokens} of {completion.proposed_tokens} candidates came")
+        parts.append(f"{completion.accepted_tokens} of {completion.proposed_tokens} draft tokens came")
     if timeline.num_moves:
         times = "once" if timeline.num_moves == 1 else f"{timeline.num_moves} times"
         pause = f"paused for {timeline.move_pause_s * 1e3:.1f} ms"

@@ -110,7 +110,7 @@ def measure_speculation(
     figures = []
     with threads(num_threads):
         engine = load_engine(folder, settings)
-        if not engine.is_history_free:
+        if not engine.is_batch_invariant:
             raise SettingsError("the bits of this engine's outputs depend on the batch: there is no speculation")
         engine.warm_up()
         drafter = None if draft is None else Drafter(Engine(draft))
@@ -229,8 +229,8 @@ class _Node:
             preset(BOTH, max_num_batched_tokens=MAX_STEP_TOKENS, max_num_seqs=batch),
             block_bytes=engine.layout.block_bytes,
             fingerprint=engine.fingerprint,
-            origin=engine.origin,
-            is_history_free=engine.is_history_free,
+            numerics=engine.numerics,
+            is_batch_invariant=engine.is_batch_invariant,
             eos_token_ids=engine.eos_token_ids,
             rates=StepRates(),
             costs=StepCosts(),
@@ -275,4 +275,4 @@ class _Node:
         if self._drafter is None or drafts is None or not (ahead := drafts.plan()):
             return
         begun_s = self._clock()
-        drafts.drafted(ahead, self._drafter.write_ahead(ahead), self._clock() - begun_s)
+        drafts.drafted(ahead, self._drafter.propose(ahead), self._clock() - begun_s)

@@ -16,7 +16,7 @@ from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_to_wire
 from serving_core.node.blocks import BlockAllocator
 from serving_core.node.costs import NUM_RECENT, StepCosts, StepRates
-from serving_core.node.prefix import origin_of
+from serving_core.node.prefix import numerics_of
 from serving_core.node.requests import NodeRequest
 from serving_core.requests import Work
 from serving_core.shapes import preset, role_of
@@ -341,8 +341,8 @@ def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs)
         preset(role, max_num_batched_tokens=sizes.max_num_batched_tokens, max_num_seqs=sizes.max_answers),
         block_bytes=sizes.block_bytes,
         fingerprint=FINGERPRINT,
-        origin=origin_of(FINGERPRINT),
-        is_history_free=True,
+        numerics=numerics_of(FINGERPRINT),
+        is_batch_invariant=True,
         eos_token_ids=(),
         rates=StepRates(costs.prefill_tokens_per_s),
         costs=StepCosts(costs.prefill_tokens_per_s),

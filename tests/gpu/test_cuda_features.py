@@ -73,9 +73,9 @@ def test_quantized_weights_are_those_of_the_cpu(tmp_path, quantization):
 @pytest.mark.parametrize(
     "sampling", few([greedy(16), SamplingParams(max_tokens=16, temperature=1.0, top_p=0.9, seed=3)])
 )
-def test_candidates_change_no_token(tmp_path, sampling):
+def test_draft_tokens_change_no_token(tmp_path, sampling):
     engine = engine_of(write_tiny_model(tmp_path, seed=5), dtype="float32", batch_invariant=True)
-    assert engine.is_history_free, "the log says what is not kept"
+    assert engine.is_batch_invariant, "the log says what is not kept"
     plain = run_all(engine, PROMPTS, sampling)
     answers = {
         tuple(prompt): [token.token_id for token in answer] for prompt, answer in zip(PROMPTS, plain, strict=True)

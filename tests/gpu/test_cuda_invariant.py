@@ -33,7 +33,7 @@ def load(folder, family, block_size, **fields):
 @pytest.mark.parametrize("family", MODELS)
 def test_no_history_changes_a_bit(tmp_path, family, dtype, block_size, enforce_eager):
     engine = load(tmp_path, family, block_size, dtype=dtype, enforce_eager=enforce_eager)
-    assert engine.is_history_free, "the log says what is not kept"
+    assert engine.is_batch_invariant, "the log says what is not kept"
     assert engine.attention.name in ("varlen_attn", "triton", "tiled")
     if enforce_eager or isinstance(engine.attention, TiledAttention):
         assert engine.program is None
@@ -43,7 +43,7 @@ def test_no_history_changes_a_bit(tmp_path, family, dtype, block_size, enforce_e
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_nor_with_weights_in_few_bits(tmp_path, quantization):
     engine = load(tmp_path, "llama", 16, dtype="bfloat16", quantization=quantization)
-    assert engine.is_history_free
+    assert engine.is_batch_invariant
     check_histories(engine, NUM_TOKENS)
 
 
@@ -61,10 +61,10 @@ def test_tiled_attention_keeps_bits_where_it_is_not_the_fastest(tmp_path, dtype,
         "engine.engine.invariant_attentions", lambda attention, num_heads: [TiledAttention(attention.pool, num_heads)]
     )
     engine = load(tmp_path, "mistral", 256, dtype=dtype)
-    assert engine.is_history_free
+    assert engine.is_batch_invariant
     check_histories(engine, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])
 def test_keys_and_values_in_8_bits_are_not_promised(tmp_path, kv_cache_dtype):
-    assert not load(tmp_path, "llama", 16, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype).is_history_free
+    assert not load(tmp_path, "llama", 16, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype).is_batch_invariant

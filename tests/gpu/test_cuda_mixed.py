@@ -1,4 +1,4 @@
-"""Attention of batches that have answers, candidates and chunks of prompts at once: against float64 on the host."""
+"""Attention of batches that have answers, draft tokens and chunks of prompts at once: against float64 on the host."""
 
 import pytest
 import torch
@@ -14,15 +14,15 @@ from serving_core.layout import KVLayout
 from tests.gpu.attention_kit import CUDA, eager, random_pool, random_query, shares_of
 
 ANSWERS = ((700, 1), (0, 1), (1100, 1), (255, 1))  # of tokens before, and tokens
-CANDIDATES = ((300, 5), (511, 5), (64, 2))  # 20 rows of a group of 4
+DRAFTS = ((300, 5), (511, 5), (64, 2))  # 20 rows of a group of 4
 PROMPTS = ((0, 70), (133, 20), (340, 3))  # the last one is the end of a prompt
 ORDERS = {
     "answers first": ANSWERS + PROMPTS,
-    "candidates too": ANSWERS + CANDIDATES + PROMPTS,
+    "draft tokens too": ANSWERS + DRAFTS + PROMPTS,
     "prompts first": PROMPTS + ANSWERS,
     "by turns": tuple(span for pair in zip(ANSWERS, PROMPTS, strict=False) for span in pair),
     "answers alone": ANSWERS,
-    "candidates alone": CANDIDATES + ANSWERS,
+    "draft tokens alone": DRAFTS + ANSWERS,
 }
 in_any_order = pytest.mark.parametrize("order", ORDERS)
 by_either = pytest.mark.parametrize("by_varlen", [False, True])
@@ -48,7 +48,7 @@ def test_answers_by_triton_beside_prompts_by_varlen_attn(order, window):
     check(order, apart(random_pool(256, 2, 64, "bfloat16"), 8, by_varlen=True), 8, window)
 
 
-@pytest.mark.parametrize("order", ["candidates too", "by turns"])
+@pytest.mark.parametrize("order", ["draft tokens too", "by turns"])
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "num_heads", "block_size", "window", "softcap"),
     [
@@ -67,7 +67,7 @@ def test_both_by_triton(order, dtype, head_dim, num_heads, block_size, window, s
 
 @pytest.mark.parametrize(
     ("spans", "rows", "programs"),
-    [(ANSWERS, 16, 5), (CANDIDATES, 32, 3), (((700, 4),), 16, 3), (((700, 8),), 32, 3), (((700, 9),), 64, 1)],
+    [(ANSWERS, 16, 5), (DRAFTS, 32, 3), (((700, 4),), 16, 3), (((700, 8),), 32, 3), (((700, 9),), 64, 1)],
 )
 def test_programs_that_share_keys_have_as_many_rows_as_it_takes(spans, rows, programs):
     """Of a group of 4. The longest contexts are of 1101, 516 and some 700 tokens, in shares of 256 at least."""
@@ -106,7 +106,7 @@ def test_bits_of_an_answer_do_not_depend_on_prompts_beside_it(by_varlen):
 @by_either
 def test_the_host_does_not_wait(by_varlen):
     attention = apart(random_pool(256, 2, 64, "bfloat16"), 8, by_varlen=by_varlen)
-    shares = shares_of(ORDERS["candidates too"], 256)
+    shares = shares_of(ORDERS["draft tokens too"], 256)
     query, batch = random_query(shares, 8, attention.pool), build_batch(shares, 256, CUDA)
     attention.attend(query, 0, attention.plan(batch, None))  # first calls may wait
     torch.cuda.set_sync_debug_mode("error")

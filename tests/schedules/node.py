@@ -13,7 +13,7 @@ from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from serving_core.layout import KVLayout
 from serving_core.node.costs import StepRates
-from serving_core.node.prefix import origin_of
+from serving_core.node.prefix import numerics_of
 from serving_core.requests import SampledToken
 from serving_core.settings import EngineSettings
 from serving_node.link import FleetLink, LinkSettings
@@ -44,7 +44,7 @@ class Sizes:
     max_num_batched_tokens: int
     max_num_seqs: int
     overlap_min_tokens: int
-    is_history_free: bool
+    is_batch_invariant: bool
 
 
 class Pool(ByteStore):
@@ -125,13 +125,13 @@ class SimulatedEngine:
     kv_pool_bytes = weight_bytes = 0
     group = SimpleNamespace(rank=0)
     grammars = SimpleNamespace(load=lambda: None)  # nobody asks for one
-    builds_ahead = False
+    can_schedule_async = False
 
     def __init__(self, name, sizes, pool, random):
-        self.num_blocks, self.is_history_free = sizes.num_blocks, sizes.is_history_free
+        self.num_blocks, self.is_batch_invariant = sizes.num_blocks, sizes.is_batch_invariant
         self.max_model_len = sizes.num_blocks * BLOCK_SIZE
-        self.origin = origin_of({"node": name})
-        self.description = self.traits = {}
+        self.numerics = numerics_of({"node": name})
+        self.description = self.numerics_facts = {}
         self.pool, self._random = pool, random
         self._step_s, self._token_s = random.choice([0.004, 0.015, 0.04]), random.choice([0.0001, 0.002])
         self.stalls_s = 0.0  # in the next step

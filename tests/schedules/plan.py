@@ -85,7 +85,7 @@ def plan_of(seed, kinds=FAULTS):
         max_num_batched_tokens=random.randint(6, 40),
         max_num_seqs=random.randint(1, 6),
         overlap_min_tokens=random.choice([2, 16]),
-        is_history_free=random.random() < 0.5,
+        is_batch_invariant=random.random() < 0.5,
     )
     settings = CoordinatorSettings(
         max_restarts=random.choice([0, 2, 20, 20]),

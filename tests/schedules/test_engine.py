@@ -10,7 +10,7 @@ from tests.schedules.node import Pool, SimulatedEngine, Sizes
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 TABLE = [7, 2, 5, 0, 1]
-SIZES = Sizes(8, 16, 4, 4, is_history_free=True)
+SIZES = Sizes(8, 16, 4, 4, is_batch_invariant=True)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.schedules.node import LAYOUT, SimulatedNode, Sizes
 from tests.schedules.processes import Process, SimulatedLoop
 from tests.schedules.streams import Channel
 
-SIZES = Sizes(12, 16, 4, 4, is_history_free=True)
+SIZES = Sizes(12, 16, 4, 4, is_batch_invariant=True)
 
 
 class Wires:

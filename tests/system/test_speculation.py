@@ -38,7 +38,7 @@ def _questions():
 def _expected(model, questions):
     """By one engine in this process."""
     engine = Engine(EngineSettings(model=str(model), device="cpu", **ENGINE))
-    if not engine.is_history_free:
+    if not engine.is_batch_invariant:
         pytest.skip("bits depend on the batch here, so nothing is promised")
     asked = [dict(question) for question in questions]
     prompts = [question.pop("prompt") for question in asked]
@@ -86,7 +86,7 @@ async def test_one_answer_takes_fewer_steps_than_tokens(start_cluster, tmp_path)
     assert answer.token_ids == [token.token_id for token in tokens]
     end = answer.complete
     assert 0 < end.accepted_tokens <= end.proposed_tokens
-    # The first token is the prefill node's; each other one took a step, but for those that had been candidates.
+    # The first token is the prefill node's; each other one took a step, but for those that had been draft tokens.
     cluster.wait_all_free()
     num_steps = len(tokens) - 1 - end.accepted_tokens
     wait_until(lambda: cluster.loads()["decode-0"].num_steps >= num_steps, "a heartbeat tells of all", DEADLINE_S)

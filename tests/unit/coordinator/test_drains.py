@@ -5,7 +5,7 @@ import pytest
 from coordinator.control.load import Prompt
 from coordinator.control.migration import MAX_DRAIN_MIGRATIONS, NUM_TOKENS_AHEAD, REST_S, WAIT_S, check_target
 from serving_core.errors import RequestError
-from serving_core.node.prefix import GRAFT
+from serving_core.node.prefix import MIXED_NUMERICS
 from tests import fleet_events as events
 from tests.unit.coordinator.tracker_kit import PROMPT, World
 
@@ -33,9 +33,9 @@ def written_on_d0(num_answers, nodes=("p0", "d0"), **hello):
     return world, attempts
 
 
-def tells_of_makers(world, name, kind):
+def tells_of_numerics_ids(world, name, kind):
     """The node holds some block, and may hold others that were made so."""
-    told = events.cache_changed([1], makers=[b"a node: " + kind, GRAFT])
+    told = events.cache_changed([1], numerics_ids=[b"a node: " + kind, MIXED_NUMERICS])
     world.registry.cache_changed(world.registry.find(name), told.cache_changed)
 
 
@@ -98,7 +98,7 @@ def test_what_answers_begin_with_alike_takes_room_once_where_names_tell_bits(kin
         write(world, f"{number}/0", token_ids=[*prompt, number])
     world.attach("d1", num_blocks=40)
     for name in ("d0", "d1"):
-        tells_of_makers(world, name, kind)
+        tells_of_numerics_ids(world, name, kind)
     assert world.drain("d0", 1.0) == ["reserve d1"] * num_leaving
     d1, num_needed = world.registry.find("d1"), 161 + 2 + NUM_TOKENS_AHEAD
     num_common = 2 * 160 if num_leaving == 3 else 0
@@ -118,7 +118,7 @@ def test_what_others_hold_already_counts_as_room_where_it_need_not_come(kind, ta
     write(world, "r/0", token_ids=prompt)
     d1, _ = world.attach("d1"), world.attach("d2", num_blocks=99)
     for name in ("d0", "d1"):
-        tells_of_makers(world, name, kind)
+        tells_of_numerics_ids(world, name, kind)
     world.ledger.write("other", d1, 165, Prompt(prompt).marks_shared(16))
     assert world.drain("d0", 1.0) == [f"reserve {target}"]
 

@@ -6,7 +6,7 @@ from coordinator.control.migration import NUM_TOKENS_AHEAD, RESERVE_TIMEOUT_S, R
 from coordinator.control.request import RESEND_S
 from coordinator.control.slo import Slo
 from protos import fleet_pb2, inference_pb2
-from serving_core.node.prefix import GRAFT
+from serving_core.node.prefix import MIXED_NUMERICS
 from serving_core.slo import Due
 from tests import fleet_events as events
 from tests.unit.coordinator.tracker_kit import MAX_TOKENS, PROMPT, MigratingWorld, World
@@ -117,12 +117,19 @@ def test_after_another_failure_the_next_move_is_like_the_first(world):
 
 
 @pytest.mark.parametrize(
-    ("makers", "is_whole"),
-    [([], False), ([b"a node: e", GRAFT], False), (events.MAKERS, True), ([b"a node: e", b"another:c", GRAFT], True)],
+    ("numerics_ids", "is_whole"),
+    [
+        ([], False),
+        ([b"a node: e", MIXED_NUMERICS], False),
+        (events.NUMERICS_IDS, True),
+        ([b"a node: e", b"another:c", MIXED_NUMERICS], True),
+    ],
     ids=["none that it has told of", "such as tell bits", "such as do not", "both"],
 )
-def test_what_a_node_of_such_makers_has_written_moves_whole(world, makers, is_whole):
-    world.registry.cache_changed(world.registry.find("d0"), events.cache_changed([1], makers=makers).cache_changed)
+def test_what_a_node_of_such_makers_has_written_moves_whole(world, numerics_ids, is_whole):
+    world.registry.cache_changed(
+        world.registry.find("d0"), events.cache_changed([1], numerics_ids=numerics_ids).cache_changed
+    )
     world.begin()
     assert world.reserve.is_whole == is_whole
 

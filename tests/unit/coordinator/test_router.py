@@ -11,7 +11,7 @@ from coordinator.control.placement.policy import Wanted
 from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.errors import RequestError
 from serving_core.node.blocks import BlockAllocator
-from serving_core.node.prefix import GRAFT, BlockNames, hint_of, root_name
+from serving_core.node.prefix import MIXED_NUMERICS, BlockNames, hint_of, root_name
 from serving_core.node.tiers import TierIndex
 from serving_core.shapes import Shape
 from serving_node.outputs import CacheReport
@@ -189,8 +189,8 @@ def test_blocks_count_whoever_made_them_in_chunks_or_in_steps(registry):
     node = admit(registry, "p0")
     report(registry, node, events.block_hints(TOKENS, made="ccss"))
     assert Prompt(TOKENS).tokens_held(node) == 64
-    registry.cache_changed(node, events.cache_changed(makers=events.MAKERS[:1]).cache_changed)
-    assert Prompt(TOKENS).tokens_held(node) == 32  # of no other maker can it be
+    registry.cache_changed(node, events.cache_changed(numerics_ids=events.NUMERICS_IDS[:1]).cache_changed)
+    assert Prompt(TOKENS).tokens_held(node) == 32  # of no other numerics id can it be
     other = admit(registry, "p1")
     report(registry, other, events.block_hints(TOKENS, made="csc"))
     assert Prompt(TOKENS).tokens_held(other) == 64
@@ -238,24 +238,24 @@ def test_coordinator_and_node_agree_on_what_a_real_allocator_holds(rounds):
     registry = Registry({}, node_timeout_s=1.0, step_timeout_s=1.0)
     node = admit(registry, "p0", num_blocks=6)
     allocator = BlockAllocator(6)
-    makers = [*events.MAKERS, GRAFT]
+    numerics_ids = [*events.NUMERICS_IDS, MIXED_NUMERICS]
     left_out = []
 
     def hear(cache_changed):
         left_out.append(registry.cache_changed(node, cache_changed))
 
-    report = CacheReport(allocator, TierIndex(0, 0), makers, hear)
+    report = CacheReport(allocator, TierIndex(0, 0), numerics_ids, hear)
     for length, first, salt, made, is_told in rounds:
         token_ids = TOKENS[first:length]
         names = BlockNames(root_name(events.MODEL, salt), events.BLOCK_SIZE)
-        for maker in made[: len(token_ids) // events.BLOCK_SIZE]:
-            names.add(token_ids, makers[maker])
+        for numerics_id in made[: len(token_ids) // events.BLOCK_SIZE]:
+            names.add(token_ids, numerics_ids[numerics_id])
         lease = allocator.allocate(len(names.names), names.names)
         lease.publish(names.names)
         lease.release()
         if is_told:
             report.tell()
-            held, _ = names.find(token_ids, len(names.names), makers, allocator.blocks_by_name.__contains__)
+            held, _ = names.find(token_ids, len(names.names), numerics_ids, allocator.blocks_by_name.__contains__)
             assert Prompt(token_ids, salt).tokens_held(node) == len(held) * events.BLOCK_SIZE
     report.tell()
     assert node.hints == {hint_of(name) for name in allocator.take_names()}

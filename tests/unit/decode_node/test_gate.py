@@ -1,4 +1,4 @@
-"""When candidates are worth their time, by numbers worked out by hand."""
+"""When draft tokens are worth their time, by numbers worked out by hand."""
 
 import math
 
@@ -37,15 +37,15 @@ def test_nothing_is_worth_it_before_a_step_was_measured():
     assert gate.least_probability(2) == math.inf
 
 
-def test_a_candidate_is_worth_a_tokens_time():
-    """A step of 10 ms that takes 14 ms with 4 candidates: 1 ms each. Alone, a token takes 10 ms."""
+def test_a_draft_token_is_worth_a_tokens_time():
+    """A step of 10 ms that takes 14 ms with 4 draft tokens: 1 ms each. Alone, a token takes 10 ms."""
     gate = gate_with()
     gate.took(1, 4, 0.014)
     assert gate.least_probability(1) == pytest.approx(MARGIN * 0.1)
 
 
 def test_of_many_answers_a_token_takes_less():
-    """20 ms for 16 answers are 1.25 ms a token: a candidate that takes 1 ms has to come four times out of five."""
+    """20 ms for 16 answers are 1.25 ms a token: a draft token that takes 1 ms has to come four times out of five."""
     gate = gate_with(16, 0.020)
     gate.took(16, 10, 0.030)
     assert gate.least_probability(16) == pytest.approx(MARGIN * 0.8)
@@ -94,7 +94,7 @@ def test_how_many_in_a_row_are_worth_it():
     assert record.num_worth_it(6, 0.0, 8) == 8
 
 
-def test_candidates_that_never_come_end_soon():
+def test_draft_tokens_that_never_come_end_soon():
     """Where each takes a tenth of a step, a loss of two steps' time is the most until there are none any more."""
     record, num_computed = Record(), 0
     for _ in range(200):
@@ -107,8 +107,8 @@ def test_candidates_that_never_come_end_soon():
     assert record.num_worth_it(32, MARGIN * 0.1, 8) > 0
 
 
-def test_a_draft_models_candidates_are_to_be_worth_its_time_too():
-    """A step of 10 ms: it takes 2 ms to write a token for one answer, at first as it said itself, and a candidate
+def test_a_draft_models_draft_tokens_are_to_be_worth_its_time_too():
+    """A step of 10 ms: it takes 2 ms to write a token for one answer, at first as it said itself, and a draft token
     makes the step 1 ms longer."""
     gate = gate_with()
     assert gate.least_probability_of_drafts(1, 0.002) == FIRST_SHARE
@@ -150,7 +150,7 @@ def test_a_budget_grows_by_the_time_of_steps_and_by_what_was_gained():
 
 
 def test_what_is_expected_weighs_against_what_came():
-    """Of 4 and none, and 0.5 that weighs two candidates: (4 + 1) / (4 + 2), then (3.6 + 1) / (3.6 + 1 + 2)."""
+    """Of 4 and none, and 0.5 that weighs two draft tokens: (4 + 1) / (4 + 2), then (3.6 + 1) / (3.6 + 1 + 2)."""
     record = Record()
     record.add(4, 4)
     assert record.expected(0.5, 2) == pytest.approx(5 / 6)

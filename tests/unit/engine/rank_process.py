@@ -120,7 +120,7 @@ def serve(case, device, group):
     facts = {
         "fingerprint": engine.fingerprint,
         "description": engine.description,
-        "traits": engine.traits,
+        "traits": engine.numerics_facts,
         "program": type(engine.program).__name__,
         "num_divided_passes": engine.num_divided_passes,
         "num_blocks": engine.num_blocks,
@@ -137,8 +137,8 @@ def foretelling(answers):
 
     def propose(request):
         answer = [token.token_id for token in answers[int(request.request_id)]]
-        candidates = [*answer[request.num_output_tokens :][:3], 0]
-        return candidates[: request.sampling.max_tokens - request.num_output_tokens - 1]
+        draft_tokens = [*answer[request.num_output_tokens :][:3], 0]
+        return draft_tokens[: request.sampling.max_tokens - request.num_output_tokens - 1]
 
     return propose
 

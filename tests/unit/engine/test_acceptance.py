@@ -1,4 +1,4 @@
-"""Answers with candidates, right and wrong ones, against the same answers without: tokens and logprobs to the bit."""
+"""Answers with draft tokens, right and wrong ones, against the same answers without: tokens and logprobs to the bit."""
 
 import random
 from functools import partial
@@ -54,7 +54,7 @@ def requests_of(engine):
 
 
 def answers(engine, requests, propose):
-    """What each was given, all served together; propose(request, most) gives candidates."""
+    """What each was given, all served together; propose(request, most) gives draft tokens."""
     blocks = {id(request): range(n * BLOCKS_OF_ONE, (n + 1) * BLOCKS_OF_ONE) for n, request in enumerate(requests)}
     given: dict[str, list[SampledToken]] = {request.request_id: [] for request in requests}
     computed, live, num_steps = dict.fromkeys(given, 0), list(requests), 0
@@ -63,8 +63,8 @@ def answers(engine, requests, propose):
         for request in live:
             start, num_tokens = computed[request.request_id], len(request.token_ids)
             most = request.sampling.max_tokens - request.num_output_tokens - 1
-            candidates = propose(request, most) if start == num_tokens - 1 else ()
-            works.append(Work(request, start, num_tokens - start, blocks[id(request)], candidates))
+            draft_tokens = propose(request, most) if start == num_tokens - 1 else ()
+            works.append(Work(request, start, num_tokens - start, blocks[id(request)], draft_tokens))
         sampled = iter(engine.step(works))
         for request, work in zip(list(live), works, strict=True):
             taken = work.take(sampled)
@@ -105,8 +105,8 @@ def answers_ahead(engine, requests):
         while not any(ends(tokens)):
             computed |= {each.request_id: len(each.token_ids) for each in live}
             works, until_known = works_of(lambda each: 1), partial(take_in, tokens)
-            tokens = engine.step_behind(
-                works, engine.build_ahead(works), tokens, lambda: told.append("begun"), until_known
+            tokens = engine.step_prepared(
+                works, engine.prepare(works), tokens, lambda: told.append("begun"), until_known
             )
             num_behind += 1
         ended = ends(tokens)
@@ -123,9 +123,9 @@ def oracle(engine, expected, seed):
     def propose(request, most):
         ends = {*engine.eos_token_ids, *request.sampling.stop_token_ids}
         after = [token.token_id for token in expected[request.request_id][request.num_output_tokens :]]
-        candidates = after[: draw.randint(0, 5)] + [draw.randrange(VOCAB_SIZE)] * draw.randint(0, 1)
-        cut = next((at for at, token in enumerate(candidates) if token in ends), len(candidates))
-        return candidates[: min(cut, most)]
+        draft_tokens = after[: draw.randint(0, 5)] + [draw.randrange(VOCAB_SIZE)] * draw.randint(0, 1)
+        cut = next((at for at, token in enumerate(draft_tokens) if token in ends), len(draft_tokens))
+        return draft_tokens[: min(cut, most)]
 
     return propose
 
@@ -138,12 +138,12 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", few(KINDS, "bfloat16"))
-def test_candidates_change_nothing_but_the_number_of_steps(kind, folders):
+def test_draft_tokens_change_nothing_but_the_number_of_steps(kind, folders):
     model, adapter = folders
     num_blocks = 2 * len(SAMPLINGS) * BLOCKS_OF_ONE
     fields = {"block_size": BLOCK_SIZE, "num_kv_blocks": num_blocks, "lora": (f"sql={adapter}",), "device": "cpu"}
     engine = Engine(EngineSettings(model=str(model), **fields, **KINDS[kind]))
-    if not engine.is_history_free:
+    if not engine.is_batch_invariant:
         pytest.skip("bits depend on the batch here, so nothing is promised")
     expected, num_steps = answers(engine, requests_of(engine), lambda request, most: ())
     assert len({str(tokens) for tokens in expected.values()}) > len(SAMPLINGS)
@@ -170,7 +170,7 @@ def test_steps_that_are_built_ahead_change_nothing(kind, folders):
         assert num_behind > num_steps / 2
 
 
-def test_steps_with_candidates_run_as_one_program(folders, monkeypatch):
+def test_steps_with_draft_tokens_run_as_one_program(folders, monkeypatch):
     """Of the model alone, to the bit what modules give; and their keys and values too."""
     fields = {"block_size": BLOCK_SIZE, "num_kv_blocks": 60, "dtype": "bfloat16", "device": "cpu"}
     engine = Engine(EngineSettings(model=str(folders[0]), **fields))
@@ -197,7 +197,7 @@ def test_steps_with_candidates_run_as_one_program(folders, monkeypatch):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("settings", [{}, {"pipeline_parallel_size": 2}], ids=["tensor parallel", "stages"])
-def test_candidates_of_a_node_of_two_ranks(settings, folders, tmp_path):
+def test_draft_tokens_of_a_node_of_two_ranks(settings, folders, tmp_path):
     prompts = [[(7 * index + 3 * at) % 200 for at in range(5 + 30 * index)] for index in range(3)]
     case = rank_case(folders[0], prompts, 12, 40, dtype="bfloat16", block_size=BLOCK_SIZE, **settings)
     sampled, _ = run_ranks(tmp_path, 2, {"without": case, "with": {**case, "foretells": True}})

@@ -109,7 +109,7 @@ def test_the_cut_of_a_prompt_changes_no_bit(family, dtype, folder_of):
     if not products_are_native({"dtype": dtype}):
         pytest.skip(f"{dtype} products are not native here")
     loaded = load(folder_of(family), dtype=dtype)
-    assert loaded.is_history_free
+    assert loaded.is_batch_invariant
     assert isinstance(loaded.program, NativeDecode) == (family not in MIXTURES)
     check(loaded, effort((1, 4), (1, 2, 3, 4), (1, 2, 3, 4)))
 
@@ -122,7 +122,7 @@ def test_the_cut_of_a_prompt_changes_no_bit(family, dtype, folder_of):
 def test_nor_does_it_without_kernels_with_the_flag(dtype, family, folder_of, monkeypatch):
     monkeypatch.setenv(ENVIRONMENT, OFF)
     loaded = load(folder_of(family), dtype=dtype, batch_invariant=True)
-    assert loaded.is_history_free
+    assert loaded.is_batch_invariant
     check(loaded, (3,))
 
 
@@ -135,7 +135,7 @@ def test_what_tests_of_a_device_check_holds_without_kernels_here(family, dtype, 
     num_tokens = 530
     num_blocks = num_blocks_for(num_tokens, 16)
     loaded = load(folder_of(family), dtype=dtype, batch_invariant=True, block_size=16, num_kv_blocks=num_blocks)
-    assert loaded.is_history_free
+    assert loaded.is_batch_invariant
     check_histories(loaded, num_tokens)
 
 
@@ -150,10 +150,10 @@ def test_every_path(family, kind, native, flag, folder_of, monkeypatch):
     monkeypatch.setenv(ENVIRONMENT, native)
     loaded = load(folder_of(family), batch_invariant=flag, **kind)
     by_default = native != OFF and kind["dtype"] != "float16" and products_are_native(kind)
-    if flag and not by_default and not loaded.is_history_free:
+    if flag and not by_default and not loaded.is_batch_invariant:
         pytest.skip("torch's part keeps no such promise on this CPU, as the engine has found out at its start")
-    assert loaded.is_history_free == (flag or by_default)
-    if loaded.is_history_free:
+    assert loaded.is_batch_invariant == (flag or by_default)
+    if loaded.is_batch_invariant:
         check(loaded, (2, 3))
 
 
@@ -161,15 +161,15 @@ def test_norms_that_stay_float32_do_not_hide_what_is_computed_in(folder_of):
     """Beside quantized weights they are all that there is of plain ones."""
     loaded = load(folder_of("gemma3"), dtype="float16", quantization="int8")
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
-    assert not loaded.is_history_free
+    assert not loaded.is_batch_invariant
 
 
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])
 def test_keys_and_values_in_8_bits_are_not_promised(kv_cache_dtype, flag, folder_of):
     """The scale of a block grows with its tokens, and a row of a chunk sees the scale that later ones made."""
-    assert not load(folder_of("llama"), kv_cache_dtype=kv_cache_dtype, batch_invariant=flag).is_history_free
+    assert not load(folder_of("llama"), kv_cache_dtype=kv_cache_dtype, batch_invariant=flag).is_batch_invariant
 
 
 def test_the_fake_model_counts_tokens(tmp_path):
-    assert load(write_fake_model(tmp_path)).is_history_free
+    assert load(write_fake_model(tmp_path)).is_batch_invariant

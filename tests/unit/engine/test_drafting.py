@@ -1,5 +1,6 @@
-"""Answers with a draft model's candidates, by a node's own logic, against the same answers without: tokens and logprobs
-to the bit, whether it writes what comes or not."""
+"""Answers with a draft model's draft tokens, by a node's own logic, against the same answers without: tokens and
+logprobs to the bit, whether it writes what comes or not.
+"""
 
 import pytest
 
@@ -34,8 +35,8 @@ def read(engine, prompts, samplings, *, num_blocks, drafter=None):
         preset(BOTH, max_num_batched_tokens=BUDGET, max_num_seqs=SLOTS),
         block_bytes=1,
         fingerprint=engine.fingerprint,
-        origin=engine.origin,
-        is_history_free=engine.is_history_free,
+        numerics=engine.numerics,
+        is_batch_invariant=engine.is_batch_invariant,
         eos_token_ids=engine.eos_token_ids,
         rates=StepRates(),
         costs=StepCosts(),
@@ -55,7 +56,7 @@ def read(engine, prompts, samplings, *, num_blocks, drafter=None):
         logic.step_done(works, tokens, 1.0, 0.0)
         logic.take_decisions()
         if drafter and (ahead := logic.speculation.drafts.plan()):
-            logic.speculation.drafts.drafted(ahead, drafter.write_ahead(ahead), 0.0)
+            logic.speculation.drafts.drafted(ahead, drafter.propose(ahead), 0.0)
             logic.speculation.drafts.check_integrity()
     return given, logic
 
@@ -69,9 +70,9 @@ def test_what_is_written_ahead_is_what_the_model_would_say(tmp_path):
     blocks = [range(20 * index, 20 * index + 20) for index in range(3)]
     chunk = DraftWork(Share(texts[2][:7], 0, blocks[2], samples=False), 0)
     works = [DraftWork(Share(text, 0, held, samples=True), 3) for text, held in zip(texts[:2], blocks, strict=False)]
-    *written, nothing = drafter.write_ahead([*works, chunk])
+    *written, nothing = drafter.propose([*works, chunk])
     assert nothing == []
-    (rest,) = drafter.write_ahead([DraftWork(Share(texts[2][7:], 7, blocks[2], samples=True), 2)])
+    (rest,) = drafter.propose([DraftWork(Share(texts[2][7:], 7, blocks[2], samples=True), 2)])
     for text, tokens in zip(texts, [*written, rest], strict=True):
         for token in tokens:
             assert token == (sum(each * at for at, each in enumerate(text, 1)) + len(text)) % engine.config.vocab_size
@@ -82,8 +83,8 @@ def test_what_is_written_ahead_is_what_the_model_would_say(tmp_path):
 def engine(written):
     folder = written(write_tiny_model, dtype="bfloat16")
     engine = Engine(EngineSettings(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=400))
-    if not engine.is_history_free:
-        pytest.skip("bits depend on the batch here, so there are no candidates")
+    if not engine.is_batch_invariant:
+        pytest.skip("bits depend on the batch here, so there are no draft tokens")
     return engine
 
 

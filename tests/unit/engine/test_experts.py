@@ -117,7 +117,7 @@ def test_the_cut_of_a_prompt_and_company_change_no_bit(name, kind, folder_of):
     if best_variant(getattr(torch, kind["dtype"])) is None:
         pytest.skip(f"{kind['dtype']} products are not native here")
     engine = load(folder_of(name), num_kv_blocks=num_blocks_for(90, BLOCK_SIZE), **kind)
-    assert (engine.is_history_free, engine.program) == (True, None)
+    assert (engine.is_batch_invariant, engine.program) == (True, None)
     prompt = prompt_of(90)
     torch.set_num_threads(1)
     kv, logits = play(engine, prompt, [90])

@@ -83,12 +83,12 @@ ENDS = [(1, 16, 0), (2, 16, 0), (3, 1, 0), (64, 16, 20), (9, 256, 0)]
 def test_pools_and_models_of_all_sizes_are_tried(folder, sizes):
     num_blocks, block_size, max_model_len = sizes
     engine = load(folder, num_kv_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
-    assert engine.is_history_free
+    assert engine.is_batch_invariant
     assert isinstance(engine.attention, TiledAttention)
 
 
 def test_a_model_of_one_layer_is_tried(tmp_path):
-    assert load(write_tiny_model(tmp_path, num_hidden_layers=1)).is_history_free
+    assert load(write_tiny_model(tmp_path, num_hidden_layers=1)).is_batch_invariant
 
 
 def nudged_steps(attention, num_heads):
@@ -104,16 +104,16 @@ def test_the_first_backend_that_keeps_bits_is_taken_and_a_line_names_what_others
     with caplog.at_level(logging.WARNING, logger="engine.engine"):
         kept = load(folder)
     assert type(kept.attention) is TiledAttention
-    assert kept.traits["history_free"] == "yes"
+    assert kept.numerics_facts["history_free"] == "yes"
     assert caplog.messages[-1] == f"--batch-invariant: with tiled attention, bits differ {IN_PARTS}"
 
 
 def test_where_none_keeps_bits_none_are_promised(folder, loaded, monkeypatch):
     monkeypatch.setattr(engine.engine, "invariant_attentions", lambda *given: [nudged_steps(*given)])
     nudged = load(folder)
-    assert not nudged.is_history_free
-    assert nudged.traits["history_free"] == "no"
-    assert nudged.origin != loaded.origin
+    assert not nudged.is_batch_invariant
+    assert nudged.numerics_facts["history_free"] == "no"
+    assert nudged.numerics != loaded.numerics
 
 
 def test_a_backend_that_is_told_apart_by_long_contexts_alone_is_noticed(folder):

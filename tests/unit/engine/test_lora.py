@@ -141,7 +141,7 @@ def test_a_row_has_the_same_bits_in_any_company(native, folders, monkeypatch):
     chosen = models, tuple(each for each in lora if each.partition("=")[0] in names)
     sizes = {"block_size": BLOCK_SIZE, "num_kv_blocks": num_blocks_for(num_tokens, BLOCK_SIZE)}
     engine = load(chosen, dtype="bfloat16" if native else "float32", batch_invariant=not native, **sizes)
-    assert engine.is_history_free
+    assert engine.is_batch_invariant
     prompt, rng = prompt_of(num_tokens), random.Random(5)
     for name in names:
         kv, logits = play(engine, prompt, [num_tokens], adapter=name)

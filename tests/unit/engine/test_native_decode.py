@@ -60,11 +60,11 @@ def engine_of(folder, quantization="none", **fields):
     return Engine(EngineSettings(model=str(folder), quantization=quantization, **chosen))
 
 
-def random_decode(engine, batch_size, seed, most_tokens=300, most_candidates=0):
-    """A batch of requests with one token each and up to so many candidates, whose contexts are random numbers in the
+def random_decode(engine, batch_size, seed, most_tokens=300, most_draft_tokens=0):
+    """A batch of requests with one token each and up to so many draft tokens, whose contexts are random numbers in the
     pool."""
     draw = random.Random(seed)
-    nums = [1 + draw.randint(0, most_candidates) for _ in range(batch_size)]
+    nums = [1 + draw.randint(0, most_draft_tokens) for _ in range(batch_size)]
     lengths = [num + draw.randint(0, most_tokens // (1 + index % 3)) for index, num in enumerate(nums)]
     counts = [-(-length // BLOCK_SIZE) for length in lengths]
     order = draw.sample(range(engine.num_blocks), sum(counts))
@@ -140,10 +140,10 @@ def test_batches_up_to_the_largest(folder_of):
         check_equal(engine, random_decode(engine, batch_size, batch_size, most_tokens=90), counts=(3,))
 
 
-def test_batches_with_candidates(folder_of):
+def test_batches_with_draft_tokens(folder_of):
     engine = engine_of(folder_of("some-windows-tied"))
     for seed, batch_size in enumerate((1, 1, 2, 3, 7)):
-        check_equal(engine, random_decode(engine, batch_size, seed, most_tokens=500, most_candidates=8))
+        check_equal(engine, random_decode(engine, batch_size, seed, most_tokens=500, most_draft_tokens=8))
 
 
 def test_a_request_has_the_same_bits_alone_and_in_a_batch(folder_of):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from engine.stepper import Ahead, Stepper
+from engine.stepper import NextStep, Stepper
 from serving_core.requests import SampledToken
 
 
@@ -75,8 +75,8 @@ class Chain:
 
     def offer(self, step, *, follows=True, compute=None):
         done = asyncio.get_running_loop().create_future()
-        step.ahead = Ahead([2], done, follows=lambda result: follows, compute=compute or self.compute)
-        return step.ahead
+        step.next_step = NextStep([2], done, follows=lambda result: follows, compute=compute or self.compute)
+        return step.next_step
 
 
 @pytest.fixture

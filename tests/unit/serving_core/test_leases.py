@@ -5,7 +5,7 @@ import pytest
 from serving_core.layout import KVLayout
 from serving_core.node.blocks import BlockAllocator
 from serving_core.node.leases import Leases
-from serving_core.node.prefix import CHUNK, EITHER, GRAFT, MAX_MAKERS, STEP, BlockNames, child_name
+from serving_core.node.prefix import CHUNK, EITHER, MAX_NUMERICS_IDS, MIXED_NUMERICS, STEP, BlockNames, child_name
 from serving_core.node.requests import NodeRequest, RequestState
 from serving_core.requests import Request, SamplingParams
 
@@ -20,9 +20,9 @@ TOKENS = list(range(40))
 class House:
     """One pool."""
 
-    def __init__(self, caching=True, is_history_free=False):
+    def __init__(self, caching=True, is_batch_invariant=False):
         self.allocator = BlockAllocator(400, caching=caching)
-        self.leases = Leases(self.allocator, LAYOUT, HERE, is_history_free=is_history_free)
+        self.leases = Leases(self.allocator, LAYOUT, HERE, is_batch_invariant=is_batch_invariant)
 
     def take(self, num_tokens, stage=RequestState.PREFILLING):
         request = Request("r", 1, TOKENS[:num_tokens], num_tokens, SamplingParams(max_tokens=40))
@@ -47,9 +47,9 @@ class House:
     def found(self, num_tokens=40):
         """Who made the leading blocks that the pool has of TOKENS."""
         node_request = self.take(num_tokens)
-        makers = list(node_request.names.makers)
+        numerics_ids = list(node_request.names.numerics_ids)
         self.leases.give_back(node_request)
-        return makers
+        return numerics_ids
 
 
 @pytest.fixture
@@ -60,25 +60,25 @@ def house():
 def test_a_block_is_of_steps_if_only_its_last_token_is(house):
     node_request = house.take(11)
     house.compute(node_request, RequestState.PREFILLING, 11)
-    assert house.leases.makers_of(node_request) == [READ_HERE] * 3  # the third is not full yet
+    assert house.leases.numerics_ids_of(node_request) == [READ_HERE] * 3  # the third is not full yet
     house.compute(node_request, RequestState.RUNNING, 20)
     expected = [READ_HERE, READ_HERE, WRITTEN_HERE, WRITTEN_HERE, WRITTEN_HERE]
-    assert node_request.names.makers == house.leases.makers_of(node_request) == house.found() == expected
+    assert node_request.names.numerics_ids == house.leases.numerics_ids_of(node_request) == house.found() == expected
     name = ROOT
-    for index, maker in enumerate(expected):
-        name = child_name(name, maker, TOKENS[4 * index : 4 * index + 4])
+    for index, numerics_id in enumerate(expected):
+        name = child_name(name, numerics_id, TOKENS[4 * index : 4 * index + 4])
         assert name in house.allocator.blocks_by_name
 
 
 def test_where_bits_have_no_history_blocks_of_steps_are_called_like_those_of_chunks():
-    house = House(is_history_free=True)
-    assert house.leases.makers == [HERE + EITHER, GRAFT]
+    house = House(is_batch_invariant=True)
+    assert house.leases.numerics_ids == [HERE + EITHER, MIXED_NUMERICS]
     read = house.take(20)
     house.compute(read, RequestState.PREFILLING, 20)
     written = house.take(4)
     house.compute(written, RequestState.RUNNING, 21)
     assert written.names.names == read.names.names
-    assert house.leases.makers_of(written) == [HERE + EITHER] * 6
+    assert house.leases.numerics_ids_of(written) == [HERE + EITHER] * 6
 
 
 def test_what_reads_on_behind_an_answer_is_called_after_it(house):
@@ -89,19 +89,19 @@ def test_what_reads_on_behind_an_answer_is_called_after_it(house):
     assert house.found() == [WRITTEN_HERE] * 4 + [READ_HERE] * 2
 
 
-@pytest.mark.parametrize("made", [[(READ_THERE, 3)], [(WRITTEN_THERE, 1), (GRAFT, 1), (READ_HERE, 1)]])
+@pytest.mark.parametrize("made", [[(READ_THERE, 3)], [(WRITTEN_THERE, 1), (MIXED_NUMERICS, 1), (READ_HERE, 1)]])
 def test_copies_keep_their_names(house, made):
     node_request = house.take(12)
     house.copy(node_request, 12, made)
-    assert house.found() == [maker for maker, num_blocks in made for _ in range(num_blocks)]
-    assert house.leases.makers[:2] == [READ_HERE, WRITTEN_HERE]
-    assert house.leases.makers[-1] == GRAFT
+    assert house.found() == [numerics_id for numerics_id, num_blocks in made for _ in range(num_blocks)]
+    assert house.leases.numerics_ids[:2] == [READ_HERE, WRITTEN_HERE]
+    assert house.leases.numerics_ids[-1] == MIXED_NUMERICS
 
 
 def test_copies_behind_the_same_blocks_keep_their_names(house):
     house.copy(house.take(8), 8, [(READ_THERE, 2)])
     node_request = house.take(16)
-    assert node_request.names.makers == [READ_THERE] * 2
+    assert node_request.names.numerics_ids == [READ_THERE] * 2
     house.copy(node_request, 16, [(READ_THERE, 4)])
     assert house.found() == [READ_THERE] * 4
 
@@ -110,33 +110,35 @@ def test_copies_behind_other_blocks_are_grafts_and_are_found_again(house):
     house.compute(house.take(8), RequestState.PREFILLING, 8)
     node_request = house.take(18)
     house.copy(node_request, 18, [(READ_THERE, 5)])
-    assert house.found() == [READ_HERE] * 2 + [GRAFT] * 2
+    assert house.found() == [READ_HERE] * 2 + [MIXED_NUMERICS] * 2
     house.compute(node_request, RequestState.RUNNING, 24)
-    assert house.found() == [READ_HERE] * 2 + [GRAFT] * 3 + [WRITTEN_HERE]  # part of the fifth has come with the copies
+    assert house.found() == [READ_HERE] * 2 + [MIXED_NUMERICS] * 3 + [
+        WRITTEN_HERE
+    ]  # part of the fifth has come with the copies
 
 
-@pytest.mark.parametrize(("origin", "maker"), [(HERE, WRITTEN_HERE), (THERE, GRAFT)])
-def test_what_another_kind_of_node_began_has_no_one_maker(house, origin, maker):
+@pytest.mark.parametrize(("numerics", "numerics_id"), [(HERE, WRITTEN_HERE), (THERE, MIXED_NUMERICS)])
+def test_what_another_kind_of_node_began_has_no_one_maker(house, numerics, numerics_id):
     node_request = house.take(6)
-    house.copy(node_request, 6, [(origin + CHUNK, 2)])
-    assert house.leases.makers_of(node_request)[1] == maker
+    house.copy(node_request, 6, [(numerics + CHUNK, 2)])
+    assert house.leases.numerics_ids_of(node_request)[1] == numerics_id
     house.compute(node_request, RequestState.RUNNING, 12)
-    assert house.found() == [origin + CHUNK, maker, WRITTEN_HERE]
+    assert house.found() == [numerics + CHUNK, numerics_id, WRITTEN_HERE]
 
 
 @pytest.mark.parametrize("made", [[], [(READ_THERE, 2)], [(READ_THERE, 2**31)]])
 def test_copies_of_which_it_is_not_told_who_made_them_are_grafts(house, made):
     house.copy(house.take(12), 12, made)
-    assert house.found() == [GRAFT] * 3
+    assert house.found() == [MIXED_NUMERICS] * 3
 
 
 def test_a_node_tells_so_many_makers_apart_and_no_more(house):
-    for number in range(MAX_MAKERS):
+    for number in range(MAX_NUMERICS_IDS):
         node_request = house.take(3)
         node_request.request.token_ids = TOKENS[:4]
         house.copy(node_request, 4, [(b"%08dc" % number, 1)])
-    assert len(house.leases.makers) == MAX_MAKERS
-    assert node_request.names.makers == [GRAFT]
+    assert len(house.leases.numerics_ids) == MAX_NUMERICS_IDS
+    assert node_request.names.numerics_ids == [MIXED_NUMERICS]
     assert house.found(4) == [b"00000000c"]
 
 
@@ -146,13 +148,13 @@ def test_what_is_given_back_and_read_again_is_called_anew(house):
     house.leases.give_back(node_request)
     assert house.leases.take(node_request, 40, num_cacheable=4, num_spare=0)
     house.compute(node_request, RequestState.PREFILLING, 8)
-    assert node_request.names.makers == [READ_THERE, READ_HERE]
+    assert node_request.names.numerics_ids == [READ_THERE, READ_HERE]
 
 
 def test_without_caching_nothing_has_a_name():
     house = House(caching=False)
     node_request = house.take(8)
     house.compute(node_request, RequestState.PREFILLING, 9)
-    assert house.leases.makers_of(node_request) == []
+    assert house.leases.numerics_ids_of(node_request) == []
     house.copy(house.take(12), 12, [(READ_THERE, 3)])
     assert house.found() == []

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from serving_core.node.prefix import (
     CHUNK,
-    GRAFT,
-    MAKER_BYTES,
+    MIXED_NUMERICS,
+    NUMERICS_ID_BYTES,
     STEP,
     BlockNames,
     child_name,
     hint_of,
-    origin_of,
+    numerics_of,
     root_name,
 )
 
@@ -29,9 +29,11 @@ def test_a_child_is_the_hash_of_its_parent_its_maker_and_its_tokens():
 
 def test_origins_tell_facts_apart_and_makers_are_as_long_as_one_and_a_kind():
     facts = {"tp_size": "2", "attention": "native"}
-    assert origin_of(facts) == origin_of(dict(reversed(facts.items())))
-    assert len({origin_of(facts), origin_of({**facts, "tp_size": "1"}), origin_of({}), GRAFT[:8]}) == 4
-    assert {len(maker) for maker in (origin_of(facts) + CHUNK, origin_of(facts) + STEP, GRAFT)} == {MAKER_BYTES}
+    assert numerics_of(facts) == numerics_of(dict(reversed(facts.items())))
+    assert len({numerics_of(facts), numerics_of({**facts, "tp_size": "1"}), numerics_of({}), MIXED_NUMERICS[:8]}) == 4
+    assert {
+        len(numerics_id) for numerics_id in (numerics_of(facts) + CHUNK, numerics_of(facts) + STEP, MIXED_NUMERICS)
+    } == {NUMERICS_ID_BYTES}
 
 
 def test_a_root_is_the_hash_of_its_tag_and_of_texts_with_their_lengths():
@@ -66,45 +68,47 @@ def test_an_adapter_has_blocks_of_its_own_by_its_content_and_not_by_its_name():
     assert root_name(nodes, "salt", "a") not in roots.values()
 
 
-MAKERS = [b"origin-ac", b"origin-as", b"origin-bc", GRAFT]
-made = st.lists(st.sampled_from(MAKERS), max_size=8)
+NUMERICS_IDS = [b"origin-ac", b"origin-as", b"origin-bc", MIXED_NUMERICS]
+made = st.lists(st.sampled_from(NUMERICS_IDS), max_size=8)
 tokens_of_eight = st.lists(st.integers(0, 2**32 - 1), min_size=16, max_size=17)
 
 
-def names_of(root, makers, tokens):
+def names_of(root, numerics_ids, tokens):
     """By hand; of blocks of two."""
     names, parent = [], root
-    for index, maker in enumerate(makers):
+    for index, numerics_id in enumerate(numerics_ids):
         block = b"".join(token.to_bytes(4, "little") for token in tokens[2 * index : 2 * index + 2])
-        parent = sha256(parent + maker + block).digest()
+        parent = sha256(parent + numerics_id + block).digest()
         names.append(parent)
     return names
 
 
 @given(made, tokens_of_eight)
-def test_names_follow_what_a_request_gets_block_by_block(makers, tokens):
+def test_names_follow_what_a_request_gets_block_by_block(numerics_ids, tokens):
     root = root_name({}, "")
-    expected = names_of(root, makers, tokens)
+    expected = names_of(root, numerics_ids, tokens)
     names = BlockNames(root, 2)
-    for maker in makers:
-        names.add(tokens, maker)
-    assert (names.names, names.makers) == (expected, makers)
+    for numerics_id in numerics_ids:
+        names.add(tokens, numerics_id)
+    assert (names.names, names.numerics_ids) == (expected, numerics_ids)
     names = BlockNames(root, 2)
-    names.begin(expected[:3], makers[:3])
-    names.add(tokens, *makers[3:])
-    assert (names.names, names.makers) == (expected, makers)
+    names.begin(expected[:3], numerics_ids[:3])
+    names.add(tokens, *numerics_ids[3:])
+    assert (names.names, names.numerics_ids) == (expected, numerics_ids)
 
 
 @given(made, tokens_of_eight, st.integers(0, 8), st.integers(1, 4), st.data())
-def test_what_is_held_is_found_whoever_made_it(makers, tokens, most, num_known, data):
+def test_what_is_held_is_found_whoever_made_it(numerics_ids, tokens, most, num_known, data):
     root = root_name({}, "")
-    held = names_of(root, makers, tokens)
-    known = MAKERS[:num_known]
-    num_found = next((index for index, maker in enumerate(makers) if maker not in known), len(makers))
+    held = names_of(root, numerics_ids, tokens)
+    known = NUMERICS_IDS[:num_known]
+    num_found = next(
+        (index for index, numerics_id in enumerate(numerics_ids) if numerics_id not in known), len(numerics_ids)
+    )
     names = BlockNames(root, 2)
     for _ in range(2):  # what was tried before is known
         found = names.find(tokens, most, known, set(held).__contains__)
-        assert found == (held[: min(most, num_found)], makers[: min(most, num_found)])
+        assert found == (held[: min(most, num_found)], numerics_ids[: min(most, num_found)])
     gap = data.draw(st.integers(0, 7))
     found, _ = names.find(tokens, 8, known, set(held[:gap] + held[gap + 1 :]).__contains__)
     assert found == held[: min(gap, num_found)]
@@ -112,14 +116,24 @@ def test_what_is_held_is_found_whoever_made_it(makers, tokens, most, num_known, 
 
 def test_of_several_that_made_a_block_the_first_one_is_taken():
     root, tokens = root_name({}, ""), list(range(4))
-    held = {*names_of(root, [MAKERS[0], MAKERS[2]], tokens), *names_of(root, [MAKERS[1], MAKERS[1]], tokens)}
+    held = {
+        *names_of(root, [NUMERICS_IDS[0], NUMERICS_IDS[2]], tokens),
+        *names_of(root, [NUMERICS_IDS[1], NUMERICS_IDS[1]], tokens),
+    }
     names = BlockNames(root, 2)
-    assert names.find(tokens, 2, MAKERS[1:], held.__contains__)[1] == [MAKERS[1], MAKERS[1]]
-    assert names.find(tokens, 2, MAKERS, held.__contains__)[1] == [MAKERS[1], MAKERS[1]]  # as it was found before
-    assert BlockNames(root, 2).find(tokens, 2, MAKERS, held.__contains__)[1] == [MAKERS[0], MAKERS[2]]
+    assert names.find(tokens, 2, NUMERICS_IDS[1:], held.__contains__)[1] == [NUMERICS_IDS[1], NUMERICS_IDS[1]]
+    assert names.find(tokens, 2, NUMERICS_IDS, held.__contains__)[1] == [
+        NUMERICS_IDS[1],
+        NUMERICS_IDS[1],
+    ]  # as it was found before
+    assert BlockNames(root, 2).find(tokens, 2, NUMERICS_IDS, held.__contains__)[1] == [NUMERICS_IDS[0], NUMERICS_IDS[2]]
 
 
 def test_a_name_stands_for_all_tokens_and_makers_before_it():
     tokens, others = [1, 2, 3, 4], [1, 9, 3, 4]
-    chains = [names_of(root_name({}, ""), [maker, MAKERS[0]], each) for maker in MAKERS for each in (tokens, others)]
+    chains = [
+        names_of(root_name({}, ""), [numerics_id, NUMERICS_IDS[0]], each)
+        for numerics_id in NUMERICS_IDS
+        for each in (tokens, others)
+    ]
     assert len({name for chain in chains for name in chain}) == 2 * len(chains)

@@ -10,7 +10,7 @@ from random import Random
 from protos import convert, fleet_pb2
 from serving_core import reasons
 from serving_core.requests import Request, SamplingParams
-from tests.toy_kv import ORIGINS, answer_of
+from tests.toy_kv import NUMERICS, answer_of
 from tests.unit.serving_node.fleet_node import FleetNode
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES
 
@@ -66,9 +66,9 @@ class Fleet:
         self.random = Random(seed)
         self.channels = {}  # by descriptor
         limits = {"credit_timeout_s": 1e9, "descriptor_timeout_s": 1e9} | limits
-        origins = ORIGINS[: 1 + seed % 2] * num_nodes
+        numerics = NUMERICS[: 1 + seed % 2] * num_nodes
         self.nodes = [
-            FleetNode(self, f"n{index}-", num_blocks, origin=origins[index], **limits) for index in range(num_nodes)
+            FleetNode(self, f"n{index}-", num_blocks, numerics=numerics[index], **limits) for index in range(num_nodes)
         ]
         self.faults, self.migrations, self.keeps = faults, migrations, keeps  # how likely in a round
         self.to_come = []

@@ -81,20 +81,20 @@ class Node:
         credit_timeout_s=30.0,
         descriptor_timeout_s=60.0,
         name="",
-        origin=HERE,
-        is_history_free=False,
+        numerics=HERE,
+        is_batch_invariant=False,
         costs=None,
-        candidates=0,
+        draft_tokens=0,
         draft_model=None,
         tier=NO_OFFLOAD,
         eos_token_id=NEVER,
         tile_tokens=0,
     ):
         self.name = name
-        self.origin = origin
+        self.numerics = numerics
         self.allocator = BlockAllocator(num_blocks, caching=caching)
         self.rates = StepRates()
-        self.kv = ToyKV(num_blocks, BLOCK_SIZE, origin, is_history_free=is_history_free)
+        self.kv = ToyKV(num_blocks, BLOCK_SIZE, numerics, is_batch_invariant=is_batch_invariant)
         self.budget = budget
         self.logic = NodeLogic(
             self.allocator,
@@ -105,15 +105,15 @@ class Node:
                 max_num_queued,
                 credit_timeout_s,
                 descriptor_timeout_s,
-                candidates,
+                draft_tokens,
                 draft_model,
                 tile_tokens,
             ),
             preset(role, max_num_batched_tokens=budget, max_num_seqs=slots),
             block_bytes=BLOCK_BYTES,
             fingerprint=FINGERPRINT,
-            origin=origin,
-            is_history_free=is_history_free,
+            numerics=numerics,
+            is_batch_invariant=is_batch_invariant,
             eos_token_ids=(eos_token_id,),
             rates=self.rates,
             costs=costs or StepCosts(),
@@ -136,7 +136,7 @@ class Node:
         self.cancelled = []  # epochs of transfers that are to end
         self.works = []  # of the step that runs
         self.hints = set()  # blocks that the coordinator believes to be here
-        self.makers = set()  # of all blocks that requests ever had
+        self.numerics_ids = set()  # of all blocks that requests ever had
         self.grants_at_once = True
         self.num_beats = 0
         self.sampled = []  # tokens of the step that runs
@@ -241,7 +241,7 @@ class Node:
         self._absorb()
         if not self.works and self.loads_at_once and self.num_loads > num_loads:
             return self.begin()  # what was waited for is there
-        assert sum(work.num_tokens + len(work.candidates) for work in self.works) <= self.budget
+        assert sum(work.num_tokens + len(work.draft_tokens) for work in self.works) <= self.budget
         assert all(work.num_tokens > 0 for work in self.works)
         assert len({work.request.request_id for work in self.works}) == len(self.works)
         shares = [(work.request.request_id, work.start, work.num_tokens) for work in self.works]
@@ -273,7 +273,7 @@ class Node:
         """The step that runs gives nothing."""
         works, self.works = self.works, []
         for work in works:
-            self.kv.spoil(work.block_ids, range(work.start, work.start + work.num_tokens + len(work.candidates)))
+            self.kv.spoil(work.block_ids, range(work.start, work.start + work.num_tokens + len(work.draft_tokens)))
         self.now += STEP_S
         self.logic.step_failed(works, "the cause", self.now)
         self.settle()
@@ -302,9 +302,9 @@ class Node:
         """All KV is here, and with it the tokens that follow those that were known."""
         opened = self.opened.pop(request.epoch)
         known = request.token_ids + answer_of(request.token_ids, num_tokens)
-        makers = self.kv.receive(replace(request, token_ids=known[:-1]), opened.block_ids, opened.num_cached)
+        numerics_ids = self.kv.receive(replace(request, token_ids=known[:-1]), opened.block_ids, opened.num_cached)
         if tail is None:
-            tail = convert.to_tail(known[len(request.token_ids) :], makers)
+            tail = convert.to_tail(known[len(request.token_ids) :], numerics_ids)
         if num_bytes is None:
             num_bytes = (len(opened.block_ids) - opened.num_cached) * BLOCK_BYTES
         self.logic.received(request.epoch, Received(tail, num_bytes), self.now)
@@ -528,8 +528,8 @@ class Node:
         for node_request in self.logic.node_requests:
             if node_request.lease is not None:
                 names, block_ids = node_request.names, node_request.lease.block_ids
-                self.makers.update(names.makers)
-                self.kv.check_table(node_request.request, block_ids, names.names, names.makers, self.allocator)
+                self.numerics_ids.update(names.numerics_ids)
+                self.kv.check_table(node_request.request, block_ids, names.names, names.numerics_ids, self.allocator)
 
     def check_empty(self):
         """Nothing is here any more, and the coordinator knows what is left."""

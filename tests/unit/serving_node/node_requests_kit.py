@@ -27,7 +27,7 @@ class House:
 
     def __init__(self, num_blocks):
         self.allocator = BlockAllocator(num_blocks)
-        self.leases = Leases(self.allocator, LAYOUT, b"-origin-", is_history_free=False)
+        self.leases = Leases(self.allocator, LAYOUT, b"-origin-", is_batch_invariant=False)
         self.node_requests = NodeRequests()
         self._epochs = count(1)
 

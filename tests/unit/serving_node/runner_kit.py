@@ -46,11 +46,11 @@ class GatedEngine:
         self.before_end()
         return tokens
 
-    def step_behind(self, works, built, before, on_begun, until_known):
+    def step_prepared(self, works, built, before, on_begun, until_known):
         self.num_behind += 1
         on_begun()
         self._begin(works)
-        tokens = self._engine.step_behind(works, built, before, on_begun, until_known)
+        tokens = self._engine.step_prepared(works, built, before, on_begun, until_known)
         self.before_end()
         return tokens
 
@@ -101,7 +101,7 @@ class Harness:
         self.name = name
         self.network = network
         self.engine = GatedEngine(Engine(engine_settings))
-        self.engine.builds_ahead = looks_ahead and self.engine.builds_ahead
+        self.engine.can_schedule_async = looks_ahead and self.engine.can_schedule_async
         self.tier = TierStore(self.engine.pool, num_tier_blocks, 0) if num_tier_blocks else None
         tp_size = 1 + len(followers)
         self.sender = KVSender(network.dialer(), self.engine.pool, tp_size=tp_size, deadline_s=DEADLINE_S)

@@ -13,7 +13,7 @@ from serving_core.errors import SettingsError
 from serving_core.flags import build
 from serving_core.node.needs import needs_of
 from serving_node.draft_model import check_draft_model
-from serving_node.drafting import write_ahead
+from serving_node.drafting import propose
 from serving_node.settings import NodeSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_llama
 from tests.toy_kv import answer_of
@@ -108,20 +108,20 @@ class ToyDrafter:
         self._stepper, self._node, self._error = stepper, node, error
         self.num_calls = 0
 
-    def write_ahead(self, works):
+    def propose(self, works):
         assert threading.current_thread().name.startswith(ENGINE_THREAD)
         assert self._stepper.step_age_s > 0, "nobody would see it stuck"
         self.num_calls += 1
         if self._error is not None:
             raise self._error
         (request,) = [node_request.request for node_request in self._node.logic.node_requests]
-        return [answer_of(request.token_ids, work.num_candidates) for work in works]
+        return [answer_of(request.token_ids, work.num_draft_tokens) for work in works]
 
 
 @pytest.fixture
 def node():
     model = DraftModel(num_blocks=20, block_size=4, max_model_len=100, step_s=0.0)
-    node = Node(24, candidates=3, is_history_free=True, draft_model=model)
+    node = Node(24, draft_tokens=3, is_batch_invariant=True, draft_model=model)
     node.writes("a", PROMPT, max_tokens=NUM_TOKENS)
     for _ in range(LEAST_STEPS):
         node.step()
@@ -137,9 +137,9 @@ def stepper():
 
 async def answered(node, stepper, drafter):
     """Whether the answer is what it would be without."""
-    await write_ahead(drafter, node.logic.speculation.drafts, stepper)
+    await propose(drafter, node.logic.speculation.drafts, stepper)
     while node.step():
-        await write_ahead(drafter, node.logic.speculation.drafts, stepper)
+        await propose(drafter, node.logic.speculation.drafts, stepper)
     node.logic.speculation.drafts.check_integrity()
     node.check_empty()
     return node.tokens("a") == answer_of(PROMPT, NUM_TOKENS)[1:]
@@ -158,4 +158,6 @@ async def test_one_that_fails_is_used_no_more(node, stepper, caplog):
     assert await answered(node, stepper, drafter)
     assert drafter.num_calls == 1
     assert node.logic.speculation.counts.num_proposed == 0
-    assert [record.message for record in caplog.records] == ["the draft model failed: there are no candidates any more"]
+    assert [record.message for record in caplog.records] == [
+        "the draft model failed: there are no draft tokens any more"
+    ]

@@ -5,7 +5,7 @@ import pytest
 
 from kv_transfer.descriptor import TransferDescriptor
 from serving_core import reasons
-from serving_core.node.prefix import CHUNK, EITHER, GRAFT
+from serving_core.node.prefix import CHUNK, EITHER, MIXED_NUMERICS
 from serving_core.node.requests import RequestState
 from tests.toy_kv import ELSEWHERE, HERE, answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
@@ -52,7 +52,7 @@ def open_descriptor(node, request):
 
 
 def test_what_the_node_holds_does_not_come_and_is_held_once():
-    node = Node(32, is_history_free=True)
+    node = Node(32, is_batch_invariant=True)
     node.arrive(arrives(node, 1))
     num_free = node.num_free
     second = arrives(node, 2)
@@ -62,19 +62,19 @@ def test_what_the_node_holds_does_not_come_and_is_held_once():
     assert num_free - node.num_free == 2
     node.arrive(second)
     assert (saved(node, 1), saved(node, 2)) == (0, 5)
-    assert of(node, 2).names.makers == [ELSEWHERE + EITHER] * 6
+    assert of(node, 2).names.numerics_ids == [ELSEWHERE + EITHER] * 6
     finish(node, 1, 2)
 
 
 def test_a_prompt_that_is_handed_over_may_begin_with_any_blocks_and_its_descriptor_names_none():
-    node = Node(32, is_history_free=True)
+    node = Node(32, is_batch_invariant=True)
     node.arrive(arrives(node, 1))
     descriptor = open_descriptor(node, node.reserve("r2", alike(2), salt="one"))
     assert (descriptor.num_cached_blocks, descriptor.behind) == (5, b"")
 
 
 def test_of_its_last_known_token_the_other_node_may_have_no_kv():
-    node = Node(32, is_history_free=True)
+    node = Node(32, is_batch_invariant=True)
     node.arrive(arrives(node, 1, 4))
     again = arrives(node, 1, 1, epoch=99)
     assert len(again.token_ids) == 24
@@ -82,7 +82,7 @@ def test_of_its_last_known_token_the_other_node_may_have_no_kv():
 
 
 def test_all_of_it_comes_where_that_is_asked_for():
-    node = Node(64, is_history_free=True)
+    node = Node(64, is_batch_invariant=True)
     first = arrives(node, 1)
     whole = arrives(node, 2, is_whole=True)
     assert node.opened.keys() == {first.epoch, whole.epoch}
@@ -93,14 +93,14 @@ def test_all_of_it_comes_where_that_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("is_history_free", "origin", "makers"),
-    [(False, HERE, [ELSEWHERE + CHUNK] * 5), (True, HERE, [HERE + EITHER] + [GRAFT] * 4)],
-    ids=["of one whose bits depend on their history", "grafts"],
+    ("is_batch_invariant", "numerics", "numerics_ids"),
+    [(False, HERE, [ELSEWHERE + CHUNK] * 5), (True, HERE, [HERE + EITHER] + [MIXED_NUMERICS] * 4)],
+    ids=["of one whose bits depend on their history", "mixed"],
 )
-def test_blocks_whose_bits_their_names_do_not_tell_come_all_the_same(is_history_free, origin, makers):
-    node = Node(64, is_history_free=is_history_free, origin=origin)
+def test_blocks_whose_bits_their_names_do_not_tell_come_all_the_same(is_batch_invariant, numerics, numerics_ids):
+    node = Node(64, is_batch_invariant=is_batch_invariant, numerics=numerics)
     first = node.reserve("r1", alike(1), salt="one", max_tokens=MAX_TOKENS)
-    if is_history_free:  # its own block of their first tokens is found before the copy
+    if is_batch_invariant:  # its own block of their first tokens is found before the copy
         node.cancel(first)
         node.receive_fails(first)
         node.local("own", [*COMMON[:4], 0], max_tokens=1, salt="one")
@@ -108,9 +108,9 @@ def test_blocks_whose_bits_their_names_do_not_tell_come_all_the_same(is_history_
         first = node.reserve("again", alike(1), salt="one", max_tokens=MAX_TOKENS)
     node.arrive(first)
     names = [each.names for each in node.logic.node_requests]
-    assert names[-1].makers[:5] == makers
+    assert names[-1].numerics_ids[:5] == numerics_ids
     second = arrives(node, 2)
-    num_alike = makers.count(HERE + EITHER)
+    num_alike = numerics_ids.count(HERE + EITHER)
     assert open_descriptor(node, second).num_cached_blocks == num_alike
     assert open_descriptor(node, second).behind == b"".join(names[-1].names[:num_alike])
 
@@ -119,7 +119,7 @@ def test_blocks_whose_bits_their_names_do_not_tell_come_all_the_same(is_history_
 
 
 def test_what_several_begin_with_comes_once():
-    node = Node(32, is_history_free=True)
+    node = Node(32, is_batch_invariant=True)
     requests = [arrives(node, number) for number in range(1, 5)]
     assert list(node.opened) == [requests[0].epoch], "though nothing of it has come yet"
     assert node.num_free == 32 - 7
@@ -134,7 +134,7 @@ def test_what_several_begin_with_comes_once():
 
 @pytest.mark.parametrize("how", ["fails", "is aborted", "is cancelled"])
 def test_where_the_first_one_does_not_come_the_next_one_comes_whole(how):
-    node = Node(32, is_history_free=True)
+    node = Node(32, is_batch_invariant=True)
     first, second, third = (arrives(node, number) for number in range(1, 4))
     if how == "is cancelled":
         node.cancel(first)
@@ -150,7 +150,7 @@ def test_where_the_first_one_does_not_come_the_next_one_comes_whole(how):
 
 
 def test_one_that_waits_can_be_called_off():
-    node = Node(32, is_history_free=True)
+    node = Node(32, is_batch_invariant=True)
     first, second = (arrives(node, number) for number in range(1, 3))
     node.cancel(second)
     assert node.words("r2") == ["cancelled"]
@@ -159,7 +159,7 @@ def test_one_that_waits_can_be_called_off():
 
 
 def test_a_grant_that_is_taken_back_lets_go_of_what_was_here_and_finds_it_again():
-    node = Node(16, is_history_free=True)
+    node = Node(16, is_batch_invariant=True)
     node.arrive(arrives(node, 1))
     second = arrives(node, 2)
     rest = node.allocator.allocate(node.num_free)
@@ -177,7 +177,7 @@ def test_a_grant_that_is_taken_back_lets_go_of_what_was_here_and_finds_it_again(
 @pytest.mark.parametrize("comes", [False, True])
 def test_an_answer_waits_for_a_prompt_only_if_that_comes(comes):
     """One that is read may yet have to wait at its own node, and one that is not is not to be counted on."""
-    node = Node(64, is_history_free=True)
+    node = Node(64, is_batch_invariant=True)
     first = node.reserve("r1", alike(1), salt="one", age=1)
     node.begun(first)
     if comes:
@@ -189,7 +189,7 @@ def test_an_answer_waits_for_a_prompt_only_if_that_comes(comes):
 
 
 def test_a_prompt_whose_client_waits_does_not_wait_for_an_answer_that_has_not_begun_to_come():
-    node = Node(64, is_history_free=True)
+    node = Node(64, is_batch_invariant=True)
     first = arrives(node, 1)
     read = node.reserve("r2", alike(2), salt="one", age=2)
     assert read.epoch not in node.opened, "it is yet to be read"
@@ -202,7 +202,7 @@ def test_a_prompt_whose_client_waits_does_not_wait_for_an_answer_that_has_not_be
 
 def writes(**options):
     """A node, and an answer of which two blocks are full."""
-    node = Node(**{"is_history_free": True, **options})
+    node = Node(**{"is_batch_invariant": True, **options})
     request = node.local("a", 9, max_tokens=MAX_TOKENS)
     node.step()
     return node, request

@@ -28,19 +28,20 @@ class DraftingNode(Node):
     def __init__(self, num_blocks=200, *, num_draft_blocks=40, max_model_len=1000, draft_s=0.0, **options):
         model = DraftModel(num_draft_blocks, BLOCK_SIZE, max_model_len, draft_s)
         super().__init__(
-            num_blocks, **{"candidates": MOST, "is_history_free": True, "budget": 256, "draft_model": model, **options}
+            num_blocks,
+            **{"draft_tokens": MOST, "is_batch_invariant": True, "budget": 256, "draft_model": model, **options},
         )
         self.drafts = self.logic.speculation.drafts
         self.draft_s = draft_s
         self.wrong = set()  # lengths of texts behind which a wrong token is written
-        self.rounds = []  # of each time it computed, (tokens, candidates) of each answer
+        self.rounds = []  # of each time it computed, (tokens, draft tokens) of each answer
         self.held = {}  # (block, place in it): token
 
     def end(self):
         super().end()
         works = self.drafts.plan()
         if works:
-            self.rounds.append([(work.share.num_tokens, work.num_candidates) for work in works])
+            self.rounds.append([(work.share.num_tokens, work.num_draft_tokens) for work in works])
             self.drafts.drafted(works, [self._written(work) for work in works], self.draft_s)
         self.drafts.check_integrity()
 
@@ -52,7 +53,7 @@ class DraftingNode(Node):
         known = {tuple(each.request.token_ids[:end]) for each in self.logic.node_requests}
         assert tuple(text) in known, "it has read what nobody says"
         written = []
-        for _ in range(work.num_candidates):
+        for _ in range(work.num_draft_tokens):
             (token,) = answer_of(text, 1)
             text.append((token + (len(text) in self.wrong)) % NUM_TOKEN_IDS)
             written.append(text[-1])
@@ -88,11 +89,11 @@ def is_right(node, *names, prompt=PROMPT, max_tokens=NUM_TOKENS):
 
 def test_a_text_is_read_and_then_written_ahead_of():
     node = begun("a")
-    assert node.rounds == [[(len(PROMPT) + 1 + LEAST_STEPS, 1)]]  # one candidate: nothing is known of what they take
+    assert node.rounds == [[(len(PROMPT) + 1 + LEAST_STEPS, 1)]]  # one draft token: nothing is known of what they take
     num_told = len(node.tokens("a"))
     node.step()
     assert len(node.tokens("a")) == num_told + 2
-    assert node.rounds[-1] == [(2, MOST)]  # the candidate has no KV yet, and what came behind it has none
+    assert node.rounds[-1] == [(2, MOST)]  # the draft token has no KV yet, and what came behind it has none
     node.step()
     assert len(node.tokens("a")) == num_told + 2 + 1 + MOST
     assert is_right(node, "a")
@@ -100,7 +101,7 @@ def test_a_text_is_read_and_then_written_ahead_of():
     assert counts.num_accepted == counts.num_proposed > NUM_TOKENS / 2
 
 
-def test_a_long_text_is_read_in_chunks_and_has_no_candidates_before():
+def test_a_long_text_is_read_in_chunks_and_has_no_draft_tokens_before():
     node = begun("a", prompt=LONG)
     assert node.rounds == [[(MOST_READ, 0)]]
     node.step()
@@ -162,7 +163,7 @@ def test_one_that_moves_or_ends_leaves_nothing():
 
 
 def test_nothing_is_written_ahead_of_one_that_may_have_blocks_elsewhere():
-    """It would have no candidates."""
+    """It would have no draft_tokens."""
     node = DraftingNode(tile_tokens=4 * BLOCK_SIZE)
     node.writes("a", PROMPT, max_tokens=NUM_TOKENS)
     (node_request,) = node.logic.node_requests

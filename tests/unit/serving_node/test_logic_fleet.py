@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from serving_core.node.prefix import GRAFT
+from serving_core.node.prefix import MIXED_NUMERICS
 from tests.effort import effort, few
-from tests.toy_kv import ORIGINS
+from tests.toy_kv import NUMERICS
 from tests.unit.serving_node.fleet_kit import Fleet
 
 NUM_BLOCKS = 9
@@ -49,7 +49,7 @@ def make_fleet(seed, **options):
     random = Random(seed)
     limits = {"budget": random.randint(4, 24), "slots": random.randint(1, 4), "caching": random.random() < 0.7}
     sizes = {"num_nodes": random.randint(2, 3), "num_blocks": random.randint(NUM_BLOCKS, 12)}
-    return Fleet(seed, **{**sizes, "is_history_free": random.random() < 0.5, **limits, **options})
+    return Fleet(seed, **{**sizes, "is_batch_invariant": random.random() < 0.5, **limits, **options})
 
 
 def seen(fleet):
@@ -63,8 +63,11 @@ def seen(fleet):
         kept=fleet.num_kept,
         migrated=sum(each.num_moves for each in fleet.all),
         migrations_off=fleet.num_migrations_off,
-        copied=sum(any(maker[:-1] in {*ORIGINS} - {node.origin} for maker in node.makers) for node in fleet.nodes),
-        grafted=sum(GRAFT in node.makers for node in fleet.nodes),
+        copied=sum(
+            any(numerics_id[:-1] in {*NUMERICS} - {node.numerics} for numerics_id in node.numerics_ids)
+            for node in fleet.nodes
+        ),
+        mixed=sum(MIXED_NUMERICS in node.numerics_ids for node in fleet.nodes),
     )
 
 
@@ -79,7 +82,7 @@ def test_everyone_gets_their_answer(order):
         fleet.run()
         fleet.check_end()
         total += seen(fleet)
-    happened = [total[what] for what in ("revoked", "evicted", "preempted", "copied", "grafted")]
+    happened = [total[what] for what in ("revoked", "evicted", "preempted", "copied", "mixed")]
     assert min(happened) > 5, f"too little happened: {total}"
     assert not total["failed"]
 
@@ -117,16 +120,18 @@ def test_who_begins_alike_gets_the_same_answers(faults):
 
 @pytest.mark.parametrize("faults", [0.0, pytest.param(0.01, marks=pytest.mark.nightly)])
 def test_what_answers_that_move_begin_with_is_not_sent_to_who_holds_it(faults):
-    """On nodes of one origin and of two: what goes by a name was made as the name says, wherever it stands."""
+    """On nodes of one kind of numerics and of two: what goes by a name was made as the name says, wherever it
+    stands.
+    """
     total = Counter()
     for seed in range(effort(5, 12, 24)):
-        sizes = {"num_blocks": 20, "slots": 4, "caching": True, "is_history_free": True}
+        sizes = {"num_blocks": 20, "slots": 4, "caching": True, "is_batch_invariant": True}
         fleet = make_fleet(seed, faults=faults, migrations=0.5, **sizes)
         load(fleet, 14, seed, ORDERS[seed % 3], ask_alike)
         fleet.run()
         fleet.check_end()
         total += seen(fleet) + Counter(held=fleet.num_held_there, unlike=fleet.num_unlike)
-    assert min(total[what] for what in ("migrated", "held", "unlike", "grafted")) > effort(0, 2, 4), total
+    assert min(total[what] for what in ("migrated", "held", "unlike", "mixed")) > effort(0, 2, 4), total
     assert bool(total["failed"]) == bool(faults)
 
 
@@ -144,11 +149,13 @@ def test_everyone_gets_their_answer_or_an_end_whatever_fails(faults):
 
 
 @pytest.mark.parametrize("faults", [0.0, pytest.param(0.02, marks=pytest.mark.nightly)])
-def test_answers_with_candidates_are_the_same(faults):
+def test_answers_with_draft_tokens_are_the_same(faults):
     """They move, are put back and fail like all others. Of three kinds of tokens one is easily guessed."""
     total, num_seeds = Counter(), effort(6, 20, 40)
     for seed in range(num_seeds):
-        fleet = make_fleet(seed, faults=faults, migrations=0.3, keeps=0.1, candidates=4, is_history_free=True, slots=3)
+        fleet = make_fleet(
+            seed, faults=faults, migrations=0.3, keeps=0.1, draft_tokens=4, is_batch_invariant=True, slots=3
+        )
         load(fleet, 14, seed, ORDERS[seed % 3])
         fleet.run()
         fleet.check_end()

@@ -36,7 +36,7 @@ def test_it_comes_whole_though_some_blocks_of_its_tokens_are_here():
     assert node.opened[request.epoch].num_cached == 0
     node.arrive(request, num_tokens=5)
     assert node.event("a", "committed").num_bytes_saved == 0
-    assert node_request(node).names.makers == [ELSEWHERE + CHUNK] * 3
+    assert node_request(node).names.numerics_ids == [ELSEWHERE + CHUNK] * 3
     node.steps()
     assert node.tokens("a") == ANSWER[7:]
     node.check_empty()
@@ -120,8 +120,8 @@ def test_tokens_travel_in_the_tail(token_ids):
 
 
 def test_the_longest_tail_fits_a_message():
-    makers = [b"origin: c", b"origin: s"] * (convert.MAX_MADE // 2)
-    tail = convert.to_tail([2**32 - 1] * MAX_TAIL_TOKENS, makers)
+    numerics_ids = [b"origin: c", b"origin: s"] * (convert.MAX_MADE // 2)
+    tail = convert.to_tail([2**32 - 1] * MAX_TAIL_TOKENS, numerics_ids)
     assert len(convert.from_tail(tail)[1]) == convert.MAX_MADE
     assert len(tail) <= MAX_TAIL_BYTES
 
@@ -130,10 +130,10 @@ def test_a_tail_tells_who_made_the_blocks_unless_they_are_too_many():
     read, written = b"origin: c", b"origin: s"
     tail = convert.to_tail([5], [read, read, written, read])
     assert convert.from_tail(tail) == ([5], [(read, 2), (written, 1), (read, 1)])
-    makers = [read, written] * convert.MAX_MADE
+    numerics_ids = [read, written] * convert.MAX_MADE
     for num_blocks, num_told in ((convert.MAX_MADE, convert.MAX_MADE), (convert.MAX_MADE + 1, 0)):
-        tail = convert.to_tail([5], makers[:num_blocks])
-        assert convert.from_tail(tail) == ([5], [(maker, 1) for maker in makers[:num_told]])
+        tail = convert.to_tail([5], numerics_ids[:num_blocks])
+        assert convert.from_tail(tail) == ([5], [(numerics_id, 1) for numerics_id in numerics_ids[:num_told]])
 
 
 @pytest.mark.parametrize("tail", [b"abc", fleet_pb2.Tail(made=[fleet_pb2.Made(maker=b"short")]).SerializeToString()])

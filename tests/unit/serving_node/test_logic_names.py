@@ -2,17 +2,19 @@
 
 import pytest
 
-from serving_core.node.prefix import CHUNK, EITHER, GRAFT, STEP
-from tests.toy_kv import ORIGINS, answer_of
+from serving_core.node.prefix import CHUNK, EITHER, MIXED_NUMERICS, STEP
+from tests.toy_kv import NUMERICS, answer_of
 from tests.unit.serving_node.fleet_kit import Fleet
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, prompt_of
 
-READ, WRITTEN = (ORIGINS[0] + kind for kind in (CHUNK, STEP))
-READ_THERE, WRITTEN_THERE = (ORIGINS[1] + kind for kind in (CHUNK, STEP))
+READ, WRITTEN = (NUMERICS[0] + kind for kind in (CHUNK, STEP))
+READ_THERE, WRITTEN_THERE = (NUMERICS[1] + kind for kind in (CHUNK, STEP))
 
 
 class Chat(Fleet):
-    """One turn after the other on two nodes of one origin (seed 0) or of two (seed 1); the test says who does what."""
+    """One turn after the other on two nodes of one kind of numerics (seed 0) or of two (seed 1); the test says who does
+    what.
+    """
 
     def __init__(self, seed, **options):
         super().__init__(seed, num_blocks=40, budget=64, slots=4, **options)
@@ -48,7 +50,7 @@ def test_what_a_node_wrote_while_answering_is_found_by_the_next_turn_that_it_rea
     names = set(chat.first.allocator.blocks_by_name)
     assert len(names) == 18 // BLOCK_SIZE
     assert names < set(chat.second.allocator.blocks_by_name)  # copies have kept theirs
-    assert chat.second.makers == ({READ, GRAFT, READ_THERE, WRITTEN_THERE} if seed else {READ, WRITTEN})
+    assert chat.second.numerics_ids == ({READ, MIXED_NUMERICS, READ_THERE, WRITTEN_THERE} if seed else {READ, WRITTEN})
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -58,17 +60,17 @@ def test_each_turn_of_a_chat_ships_its_new_blocks_alone(seed):
     assert chat.turn(chat.first, chat.second, 18, 12) == (0, 5)  # 30 tokens, 29 of them with KV
     assert chat.turn(chat.first, chat.second, 10, 12) == (16, 3)  # 40 tokens in 10 blocks, of which 7 were there
     assert chat.turn(chat.first, chat.second, 10, 12) == (40, 4)  # 62 tokens in 16 blocks, of which 12 were there
-    assert GRAFT in chat.second.makers
-    assert GRAFT not in chat.first.makers
+    assert MIXED_NUMERICS in chat.second.numerics_ids
+    assert MIXED_NUMERICS not in chat.first.numerics_ids
 
 
 def test_where_bits_have_no_history_what_was_written_is_called_like_what_was_read():
     """As above; but what the one node has written and the other one reads again is the same block."""
-    chat = Chat(0, is_history_free=True)
+    chat = Chat(0, is_batch_invariant=True)
     assert chat.turn(chat.first, chat.second, 18, 12) == (0, 5)
     assert chat.turn(chat.first, chat.second, 10, 12) == (16, 3)
     assert chat.turn(chat.first, chat.second, 10, 12) == (40, 4)
-    assert chat.first.makers == chat.second.makers == {ORIGINS[0] + EITHER}
+    assert chat.first.numerics_ids == chat.second.numerics_ids == {NUMERICS[0] + EITHER}
     assert chat.first.allocator.blocks_by_name.keys() <= chat.second.allocator.blocks_by_name.keys()
     assert len(chat.second.allocator.blocks_by_name) == (18 + 12 + 10 + 12 + 10 + 12 - 1) // BLOCK_SIZE
 
@@ -80,7 +82,7 @@ def test_an_answer_is_handed_on_with_the_names_that_its_blocks_got():
     assert chat.turn(chat.first, chat.second, 10, 12) == (28, 10)
     names = chat.second.allocator.blocks_by_name
     assert len(names.keys() & chat.first.allocator.blocks_by_name) == 10
-    assert GRAFT not in chat.second.makers
+    assert MIXED_NUMERICS not in chat.second.numerics_ids
 
 
 def test_equal_tokens_have_other_names_where_they_were_computed_in_another_way():

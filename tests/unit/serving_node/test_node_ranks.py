@@ -341,12 +341,12 @@ async def test_a_rank_whose_steps_lag_takes_nothing_of_an_ended_transfer_for_the
 
 
 async def test_blocks_that_a_running_step_writes_to_leave_behind_it(monkeypatch):
-    """An answer begins to move while a step of it has candidates: its last block is written to later, too."""
+    """An answer begins to move while a step of it has draft tokens: its last block is written to later, too."""
     async with nodes(monkeypatch, 2, 1, overlap_min_tokens=16) as (a, b):
         descriptor = await b.open_to(a, 5)
         answer = Request("r", 5, list(range(17)), 8, SamplingParams(max_tokens=99))
         a.lets_steps_end.clear()
-        a.followers.announce([Work(answer, 16, 1, IDS[:5], candidates=(7,))])
+        a.followers.announce([Work(answer, 16, 1, IDS[:5], draft_tokens=(7,))])
         a.transfers.send(5, descriptor, IDS[:4])
         await a.sent.until_passed(lambda: a.senders[1].num_open)
         a.lets_steps_end.set()

@@ -9,7 +9,7 @@ from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2
 from serving_node.kv_offload import LOAD_DEADLINE_S, MAX_FETCHED, MAX_LOADS, OffloadPlan
 from tests.effort import few
-from tests.toy_kv import ORIGINS, answer_of
+from tests.toy_kv import NUMERICS, answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, Node, a_descriptor, prompt_of
 from tests.unit.serving_node.slack_kit import ExactCosts
 
@@ -27,7 +27,7 @@ def a_borrow(num_tokens=NUM_HELD // BLOCK_SIZE * BLOCK_SIZE, epoch=EPOCH):
 
 def source(**options):
     """A node that has written an answer."""
-    node = Node(origin=ORIGINS[0], **options)
+    node = Node(numerics=NUMERICS[0], **options)
     node.local("first", FIRST, salt="", max_tokens=9)
     node.steps()
     return node
@@ -79,9 +79,12 @@ def read_out(reader):
     return shares
 
 
-@pytest.mark.parametrize("is_history_free", [True, False])
-def test_an_answers_blocks_are_read_nowhere_else_again(is_history_free):
-    node, reader = source(is_history_free=is_history_free), Node(origin=ORIGINS[1], is_history_free=is_history_free)
+@pytest.mark.parametrize("is_batch_invariant", [True, False])
+def test_an_answers_blocks_are_read_nowhere_else_again(is_batch_invariant):
+    node, reader = (
+        source(is_batch_invariant=is_batch_invariant),
+        Node(numerics=NUMERICS[1], is_batch_invariant=is_batch_invariant),
+    )
     assert asked_to_borrow(reader) == []
     assert reader.load.num_blocks_leaked == 0
     asked_to_lend(node, reader)
@@ -100,7 +103,7 @@ def test_an_answers_blocks_are_read_nowhere_else_again(is_history_free):
 
 
 def test_only_what_the_reader_lacks_travels():
-    node, reader = source(), Node(origin=ORIGINS[1])
+    node, reader = source(), Node(numerics=NUMERICS[1])
     reader.has_read("before", FIRST, salt="")
     asked_to_borrow(reader)
     send_prefix = asked_to_lend(node, reader)
@@ -113,7 +116,7 @@ def test_only_what_the_reader_lacks_travels():
 
 
 def test_others_are_read_while_blocks_come():
-    node, reader = source(), Node(origin=ORIGINS[1])
+    node, reader = source(), Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
     reader.prefill("other", prompt_of(5))
     assert reader.step() == [("other", 0, 5)]
@@ -125,7 +128,7 @@ def test_others_are_read_while_blocks_come():
 def test_nothing_is_borrowed_into_blocks_that_an_older_one_waits_for():
     """Prefix fetches of younger prompts, each of which begins before the last one ends, would keep it waiting for
     ever."""
-    reader = Node(num_blocks=12, origin=ORIGINS[1])
+    reader = Node(num_blocks=12, numerics=NUMERICS[1])
     reader.writes("writes", 12, max_tokens=4, age=1)
     older = reader.reserve("older", 33, age=2)  # 9 of 12 blocks, of which 8 are free
     for index in range(8):
@@ -141,7 +144,7 @@ def test_nothing_is_borrowed_into_blocks_that_an_older_one_waits_for():
 
 
 def test_a_lender_that_needed_its_blocks_for_others_lends_what_is_left():
-    node, reader = source(num_blocks=8), Node(origin=ORIGINS[1])
+    node, reader = source(num_blocks=8), Node(numerics=NUMERICS[1])
     node.local("other", prompt_of(16, first=2), salt="", max_tokens=1)
     node.steps()
     asked_to_borrow(reader)
@@ -154,7 +157,7 @@ def test_a_lender_that_needed_its_blocks_for_others_lends_what_is_left():
 
 
 def test_a_lender_that_has_nothing_says_so_and_the_prompt_is_computed():
-    node, reader = Node(origin=ORIGINS[0]), Node(origin=ORIGINS[1])
+    node, reader = Node(numerics=NUMERICS[0]), Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
     assert asked_to_lend(node, reader) is None
     assert "no more of the tokens" in node.event("next", "failed").message
@@ -175,7 +178,7 @@ def read_before_the_end(reader):
 
 
 def test_what_is_late_is_computed():
-    reader = Node(origin=ORIGINS[1])
+    reader = Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
     assert reader.logic.wake_at_s == PATIENCE_S
     reader.tick(PATIENCE_S - 0.1)
@@ -187,26 +190,29 @@ def test_what_is_late_is_computed():
     assert reader.event("next", "prefix_fetch_ended").num_blocks == 0
 
 
-@pytest.mark.parametrize("is_history_free", [True, False])
+@pytest.mark.parametrize("is_batch_invariant", [True, False])
 def test_what_comes_after_patience_is_over_is_for_others_and_takes_nothing_from_a_prompt_that_has_begun(
-    is_history_free,
+    is_batch_invariant,
 ):
-    node, reader = source(is_history_free=is_history_free), Node(origin=ORIGINS[1], is_history_free=is_history_free)
+    node, reader = (
+        source(is_batch_invariant=is_batch_invariant),
+        Node(numerics=NUMERICS[1], is_batch_invariant=is_batch_invariant),
+    )
     asked_to_borrow(reader)
     asked_to_lend(node, reader)
     received = send(node, reader)
     reader.tick(PATIENCE_S)
     assert reader.step() == [("next", 0, len(NEXT))]
     (node_request,) = reader.logic.node_requests
-    held = list(node_request.names.names), list(node_request.names.makers)
+    held = list(node_request.names.names), list(node_request.names.numerics_ids)
     reader.logic.received(EPOCH, received, reader.now)
     reader.settle()
-    assert (node_request.names.names, node_request.names.makers) == held != ([], [])
+    assert (node_request.names.names, node_request.names.numerics_ids) == held != ([], [])
     assert read_out(reader) == []
 
 
 def test_a_tail_that_tells_of_more_than_came_is_not_believed():
-    node, reader = source(), Node(origin=ORIGINS[1])
+    node, reader = source(), Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
     send_prefix = asked_to_lend(node, reader)
     for tail, num_bytes in ((send_prefix.tail, 5 * BLOCK_BYTES), (b"\xff", 600)):
@@ -219,7 +225,7 @@ def test_a_tail_that_tells_of_more_than_came_is_not_believed():
 
 
 def test_a_prompt_that_is_cancelled_while_its_blocks_come():
-    node, reader = source(), Node(origin=ORIGINS[1])
+    node, reader = source(), Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
     asked_to_lend(node, reader)
     (node_request,) = reader.logic.node_requests
@@ -263,7 +269,7 @@ def lender_with_a_tier(num_free=9, costs=None, **options):
 
 
 def test_what_lies_in_the_second_tier_is_lent_too():
-    node, reader = lender_with_a_tier(), Node(origin=ORIGINS[1])
+    node, reader = lender_with_a_tier(), Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
     assert asked_to_lend(node, reader) is None
     assert node.load.num_blocks_leaked == 0
@@ -280,7 +286,7 @@ def test_what_lies_in_the_second_tier_is_lent_too():
 
 @pytest.mark.parametrize("num_good", [0, 2])
 def test_of_damaged_blocks_those_before_them_are_lent(num_good):
-    node, reader = lender_with_a_tier(), Node(origin=ORIGINS[1])
+    node, reader = lender_with_a_tier(), Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
     asked_to_lend(node, reader)
     (load_id,) = node.loads
@@ -295,7 +301,7 @@ def test_of_damaged_blocks_those_before_them_are_lent(num_good):
 
 
 def test_blocks_that_are_read_back_too_late_are_not_lent():
-    node, reader = lender_with_a_tier(), Node(origin=ORIGINS[1])
+    node, reader = lender_with_a_tier(), Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
     asked_to_lend(node, reader)
     node.tick(node.now + LOAD_DEADLINE_S)
@@ -307,7 +313,7 @@ def test_blocks_that_are_read_back_too_late_are_not_lent():
 @pytest.mark.parametrize(("num_free", "num_read"), [(7, 6), (4, 3), (1, 0)])
 def test_as_many_are_read_back_for_others_as_answers_here_leave_room_for(num_free, num_read):
     """One answer is being written here, and may need one block more."""
-    node, reader = lender_with_a_tier(num_free), Node(origin=ORIGINS[1])
+    node, reader = lender_with_a_tier(num_free), Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
     asked_to_lend(node, reader)
     assert [len(load.slots) for load in node.loads.values()] == [num_read] * (num_read > 0)
@@ -315,7 +321,7 @@ def test_as_many_are_read_back_for_others_as_answers_here_leave_room_for(num_fre
 
 def test_nothing_is_read_back_for_others_into_blocks_that_a_prompt_waits_for():
     """One answer may need one block more, and the prompt needs five of the seven that are free."""
-    node, reader = lender_with_a_tier(num_free=7), Node(origin=ORIGINS[1])
+    node, reader = lender_with_a_tier(num_free=7), Node(numerics=NUMERICS[1])
     node.local("waits", prompt_of(19, first=5), salt="", max_tokens=1)
     asked_to_borrow(reader)
     asked_to_lend(node, reader)
@@ -323,7 +329,7 @@ def test_nothing_is_read_back_for_others_into_blocks_that_a_prompt_waits_for():
 
 
 def test_nothing_is_read_back_that_the_other_node_has():
-    node, reader = lender_with_a_tier(num_free=4), Node(origin=ORIGINS[1])
+    node, reader = lender_with_a_tier(num_free=4), Node(numerics=NUMERICS[1])
     reader.has_read("before", FIRST, salt="")  # 4 blocks, and there is room to read 3
     asked_to_borrow(reader)
     assert asked_to_lend(node, reader) is None
@@ -336,7 +342,7 @@ def test_blocks_are_read_back_for_others_where_computing_what_they_lack_takes_lo
     """Six blocks take 0.06 s to be read; computing takes 0.004 s a token."""
     costs = ExactCosts((0.0, 0.0, 0.0, 0.0, 0.004, 0.0, 0.0))
     node = lender_with_a_tier(costs=costs, host_s=0.01, reads_always=False)
-    reader = Node(origin=ORIGINS[1])
+    reader = Node(numerics=NUMERICS[1])
     if num_known:
         reader.has_read("before", FIRST, salt="")
     asked_to_borrow(reader)
@@ -348,7 +354,7 @@ def test_a_node_keeps_some_loads_for_its_own_prompts():
     """Of four that are asked for there is room for all."""
     node = lender_with_a_tier()
     for epoch in range(MAX_LOADS):
-        reader = Node(origin=ORIGINS[1])
+        reader = Node(numerics=NUMERICS[1])
         asked_to_borrow(reader, num_tokens=2 * BLOCK_SIZE, epoch=epoch)
         asked_to_lend(node, reader, epoch=epoch)
     assert [len(load.slots) for load in node.loads.values()] == [2] * MAX_FETCHED
@@ -356,7 +362,7 @@ def test_a_node_keeps_some_loads_for_its_own_prompts():
 
 
 def test_a_coordinator_that_is_gone_ends_what_is_read_back_for_others():
-    node, reader = lender_with_a_tier(), Node(origin=ORIGINS[1])
+    node, reader = lender_with_a_tier(), Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
     asked_to_lend(node, reader)
     node.detached()
@@ -371,7 +377,7 @@ def test_nothing_wrong_is_lent(seed):
     """Of chats in a pool and a tier too small for them, with reads that find a part."""
     rng = random.Random(seed)
     tier = OffloadPlan(rng.randint(0, 6), rng.randint(8, 24), 0.001, 0.001, reads_always=True)
-    node, chats, num_fetched = Node(origin=ORIGINS[0], num_blocks=14, tier=tier), [], 0
+    node, chats, num_fetched = Node(numerics=NUMERICS[0], num_blocks=14, tier=tier), [], 0
     for number in range(40):
         prompt, num_tokens = prompt_of(40, first=rng.randint(0, 2))[: rng.randint(6, 30)], rng.randint(1, 9)
         node.loads_at_once = True
@@ -379,7 +385,7 @@ def test_nothing_wrong_is_lent(seed):
         node.steps()
         chats.append([*prompt, *answer_of(prompt, num_tokens)])
         node.loads_at_once = False
-        text, reader = [*rng.choice(chats), 1, 2, 3], Node(origin=ORIGINS[1])
+        text, reader = [*rng.choice(chats), 1, 2, 3], Node(numerics=NUMERICS[1])
         asked_to_borrow(reader, text, num_tokens=(len(text) - 4) // BLOCK_SIZE * BLOCK_SIZE)
         asked_to_lend(node, reader, text)
         for load_id, load in list(node.loads.items()):
@@ -395,7 +401,7 @@ def test_nothing_wrong_is_lent(seed):
 
 
 def test_a_coordinator_that_is_gone_ends_prefix_fetches():
-    node, reader = source(), Node(origin=ORIGINS[1])
+    node, reader = source(), Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
     asked_to_lend(node, reader)
     reader.detached()
@@ -422,7 +428,7 @@ def test_a_descriptor_that_is_not_the_prefix_fetches_lends_nothing(descriptor):
 
 
 def test_other_salts_and_adapters_find_nothing():
-    node, reader = source(), Node(origin=ORIGINS[1])
+    node, reader = source(), Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
     attempt = fleet_pb2.Attempt(request_id="next", epoch=EPOCH)
     descriptor = reader.event("next", "prefix_fetch_begun").descriptor
@@ -433,9 +439,9 @@ def test_other_salts_and_adapters_find_nothing():
 
 def test_runs_of_makers_that_a_tail_cannot_tell_are_not_lent(monkeypatch):
     monkeypatch.setattr("serving_node.peer_fetch.MAX_MADE", 1)
-    node, reader = source(is_history_free=False), Node(origin=ORIGINS[1])
+    node, reader = source(is_batch_invariant=False), Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
-    assert len(asked_to_lend(node, reader).block_ids) == 4  # of chunks; the steps' have another maker
+    assert len(asked_to_lend(node, reader).block_ids) == 4  # of chunks; the steps' have another numerics id
     assert len(convert.from_tail(node.sending[EPOCH].tail)[1]) == 1
     carry(node, reader)
     assert read_out(reader)[0][1] == 16

@@ -240,12 +240,12 @@ def test_one_that_ends_while_it_is_read_back_leaves_nothing(how):
 
 
 @pytest.mark.parametrize("seed", few(range(30)))
-@pytest.mark.parametrize("is_history_free", [False, True])
-def test_never_a_wrong_token(seed, is_history_free):
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
+def test_never_a_wrong_token(seed, is_batch_invariant):
     """Prompts that begin alike, in a pool and a tier too small for them, with reads that end late, early or never."""
     rng = random.Random(seed)
     tier = OffloadPlan(rng.randint(0, 6), rng.randint(1, 10), 0.001, 0.001, reads_always=True)
-    node = Node(num_blocks=14, budget=16, slots=3, tier=tier, is_history_free=is_history_free)
+    node = Node(num_blocks=14, budget=16, slots=3, tier=tier, is_batch_invariant=is_batch_invariant)
     node.loads_at_once = False
     node.most_spilled = rng.choice([1, 3, 14])
     asked = {}

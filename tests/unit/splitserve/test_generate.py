@@ -240,7 +240,7 @@ def test_the_timeline_is_a_table_and_a_bar_in_proportion(run):
             {"cached_tokens": 32, "kv_bytes": 1258291, "kv_bytes_saved": 838861},
             "44 prompt tokens, 32 of them cached · 1.2 MiB of KV sent, 819.2 KiB saved",
         ),
-        ({"kv_bytes": 512, "proposed_tokens": 9, "accepted_tokens": 4}, "512 B of KV sent · 4 of 9 candidates came"),
+        ({"kv_bytes": 512, "proposed_tokens": 9, "accepted_tokens": 4}, "512 B of KV sent · 4 of 9 draft tokens came"),
     ],
 )
 def test_a_line_tells_what_was_cached_and_sent_if_anything_was(run, script, figures, line):

@@ -6,7 +6,7 @@ import torch
 from engine.engine import Engine
 from engine.native.library import native_library
 from engine.native.linear import best_variant
-from engine.origin import engine_traits
+from engine.numerics import numerics_facts
 from serving_core.node.blocks import BlockAllocator
 from serving_core.settings import EngineSettings
 from tests.tiny_models import write_tiny_model
@@ -51,7 +51,7 @@ def test_an_answer_and_the_same_tokens_read_as_a_prompt_have_one_name_where_they
     folder, kv_cache_dtype, num_alike
 ):
     engine = load(folder, batch_invariant=True, kv_cache_dtype=kv_cache_dtype)
-    assert engine.is_history_free == (kv_cache_dtype == "auto")
+    assert engine.is_batch_invariant == (kv_cache_dtype == "auto")
     [answer] = run_all(engine, [PROMPT], greedy(20, ignore_eos=True))
     written = blocks(engine, [PROMPT])
     read = blocks(engine, [[*PROMPT, *(token.token_id for token in answer)]])
@@ -68,39 +68,41 @@ def test_engines_without_the_compiled_kernels_have_other_names(folder, monkeypat
     assert native.fingerprint == portable.fingerprint
     assert not set(blocks(native, [PROMPT])) & set(blocks(portable, [PROMPT]))
     monkeypatch.setenv("SPLITSERVE_NATIVE", "plain")
-    assert load(folder).origin not in (native.origin, portable.origin)
+    assert load(folder).numerics not in (native.numerics, portable.numerics)
 
 
 def test_an_origin_is_the_same_for_the_same_engine_and_another_for_other_ways_to_compute(folder, monkeypatch):
-    origins = [load(folder).origin, load(folder, batch_invariant=True).origin]
-    assert origins[0] == load(folder).origin
-    assert len(origins[0]) == 8
+    numerics = [load(folder).numerics, load(folder, batch_invariant=True).numerics]
+    assert numerics[0] == load(folder).numerics
+    assert len(numerics[0]) == 8
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": False})
-    origins.append(load(folder).origin)
-    assert len(set(origins)) == len(origins)
+    numerics.append(load(folder).numerics)
+    assert len(set(numerics)) == len(numerics)
 
 
 def test_the_number_of_threads_counts_where_torch_computes_alone(folder, monkeypatch):
     monkeypatch.setenv("SPLITSERVE_NATIVE", "off")
     portable = load(folder)
     torch.set_num_threads(torch.get_num_threads() + 1)
-    assert load(folder).origin != portable.origin
-    assert portable.traits["history_free"] == "no"
+    assert load(folder).numerics != portable.numerics
+    assert portable.numerics_facts["history_free"] == "no"
 
 
 @pytest.mark.skipif(best_variant(torch.bfloat16) is None, reason="bfloat16 products are not native here")
 def test_engines_of_unlike_threads_are_of_one_kind_where_kernels_compute_everything(folder):
     native = load(folder)
     torch.set_num_threads(torch.get_num_threads() + 1)
-    assert load(folder).traits == native.traits
-    assert native.traits["history_free"] == "yes"
+    assert load(folder).numerics_facts == native.numerics_facts
+    assert native.numerics_facts["history_free"] == "yes"
 
 
 def test_traits_tell_of_the_cpu_its_instructions_and_where_torch_computes_its_caches_too(monkeypatch):
     cpu = {"avx2": True, "avx512_f": False, "cpu_name": "Some CPU", "num_sockets": 2, "l2_cache_size": 4096}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
     description = {"attention": "native", "threads": "3", "program": "Some"}
-    native, portable = (engine_traits(description, torch.device("cpu"), kernels_alone=alone) for alone in (True, False))
+    native, portable = (
+        numerics_facts(description, torch.device("cpu"), kernels_alone=alone) for alone in (True, False)
+    )
     assert (native["cpu"], portable["cpu"]) == ("avx2", "avx2 cpu_name=Some-CPU l2_cache_size=4096")
     assert portable.keys() - native.keys() == {"threads", "program"}
     assert native["kernels"] == portable["kernels"]

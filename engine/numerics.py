@@ -20,7 +20,7 @@ NOTHING_TO_KERNELS: Final = (  # keys of an engine's description that do not aff
 )
 
 
-def engine_traits(description: Mapping[str, str], device: torch.device, *, kernels_alone: bool) -> dict[str, str]:
+def numerics_facts(description: Mapping[str, str], device: torch.device, *, kernels_alone: bool) -> dict[str, str]:
     """Return facts that are equal for engines of one fingerprint that compute equal bits for equal steps; the inverse
     is not guaranteed.
 
