@@ -16,11 +16,11 @@ from coordinator.api.validation import AnswerPlan
 from coordinator.control.instructions import Embedded, Emit, End, Instruction, MigrationEnded, Send
 from coordinator.control.load import Prompt
 from coordinator.control.migration import check_target
-from coordinator.control.nodes import Kinds, LossCause, Node, Registry
+from coordinator.control.nodes import Capacity, Kinds, LossCause, Node, Registry
 from coordinator.control.outcomes import MAX_MESSAGE_CHARS, cut_short
 from coordinator.control.request import SoFar
 from coordinator.control.request_log import CallRecord, Journal
-from coordinator.control.roles import Capacity, RecentCapacity, Roles
+from coordinator.control.roles import RecentCapacity, Roles
 from coordinator.control.slo import Slo
 from coordinator.control.tracker import Tracker
 from coordinator.text.answers import Answer, AnswerText
@@ -225,13 +225,14 @@ class Dispatcher:
 
     async def settled(self, node: Node) -> None:
         """Wait until the node has confirmed the requested shape, is lost, or has not confirmed it in time."""
-        while node.asked is not None and node in self._registry:
+        while node.requested_shape is not None and node in self._registry:
             self._shapes_changed.clear()
             await self._shapes_changed.wait()
 
     def _reshape(self, instructions: Iterable[Send]) -> None:
         for send in instructions:
-            logger.info("%s %s is asked to take the shape %s", send.node.kind, send.node.name, send.node.asked)
+            node = send.node
+            logger.info("%s %s is asked to take the shape %s", node.kind, node.name, node.requested_shape)
             self.nodes_changed.set()
             self._apply([send])
 
@@ -247,7 +248,7 @@ class Dispatcher:
     def _shape_refused(self, node: Node, failed: fleet_pb2.Failed) -> None:
         """Note that the node refuses the requested shape: a Failed without a request id is about the shape."""
         logger.warning("%s %s refuses a shape: %s", node.kind, node.name, failed.message[:MAX_MESSAGE_CHARS])
-        node.asked = None
+        self._registry.request_shape(node, None)
         self._shapes_changed.set()
 
     def _cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> None:

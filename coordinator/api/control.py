@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from coordinator.api.generation import Generation
 from coordinator.api.validation import AnswerPlan
-from coordinator.control.nodes import Registry, has_path, why_no_path
+from coordinator.control.nodes import Capacity, Registry, has_path, why_no_path
 from coordinator.control.request import SoFar
 from coordinator.control.request_log import CallRecord, Journal
-from coordinator.control.roles import Capacity
 from coordinator.control.slo import SloClasses
 from coordinator.dispatcher import Dispatcher
 from coordinator.text.answers import AnswerText

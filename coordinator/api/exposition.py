@@ -242,7 +242,7 @@ def node_figures(nodes: Sequence[Node], tracker: Tracker, *, is_path: bool) -> I
     drained = [(_labels(node), tracker.load_of(node).state == DRAINED) for node in nodes]
     yield gauge("node_drained", "1 once a drain of the node has finished.", drained)
     yield from _gauges(nodes)
-    yield from _node_totals([node for node in nodes if node.has_told])
+    yield from _node_totals([node for node in nodes if node.has_reported])
 
 
 def _gauges(nodes: Sequence[Node]) -> Iterator[Figure]:

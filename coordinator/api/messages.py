@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from coordinator.api.validation import AnswerPlan
+from coordinator.control.nodes import Capacity
 from coordinator.control.request import NOTHING, SoFar
 from coordinator.control.request_log import CallRecord
-from coordinator.control.roles import Capacity
 from coordinator.text.answers import TextOptions
 from coordinator.traces.carrier import TRACEPARENT, TRACESTATE, Carrier
 from protos import api_servers_pb2, inference_pb2

@@ -30,9 +30,9 @@ from coordinator.api.messages import (
 )
 from coordinator.api.sheds import Sheds
 from coordinator.api.validation import AnswerPlan
+from coordinator.control.nodes import Capacity
 from coordinator.control.request import SoFar
 from coordinator.control.request_log import CallRecord
-from coordinator.control.roles import Capacity
 from coordinator.text.answers import Answer, AnswerText
 from coordinator.traces.carrier import CARRIER
 from protos import api_servers_pb2, fleet_pb2, inference_pb2, inference_pb2_grpc

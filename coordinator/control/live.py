@@ -139,7 +139,7 @@ class LiveAnswers:
             try:
                 placed = self._place(request, now)
                 if not (placed.is_timely or self._is_idle(placed)):
-                    num_prefill_nodes = sum(node.usable.reads for node in self.registry.nodes if node.is_ready)
+                    num_prefill_nodes = sum(node.prefills for node in self.registry.nodes if node.is_ready)
                     if (urgent := self.holding.urgent(placed, num_prefill_nodes, now)) is None:
                         break
                     if urgent is not request:
@@ -366,7 +366,7 @@ class LiveAnswers:
         """Return the placement of the request. Raise RequestError where no nodes can take it."""
         num_ahead = self.holding.num_ahead(request)
         if num_ahead:
-            num_ahead //= max(1, sum(node.usable.writes for node in self.registry.nodes))
+            num_ahead //= max(1, sum(node.decodes for node in self.registry.nodes))
         wanted = Wanted(
             request.known,
             request.max_tokens,

@@ -147,11 +147,11 @@ class Node:
     load: inference_pb2.NodeLoad
     shape: Shape  # confirmed by the node
     home: Shape  # set by an operator, or the one that the node started with; role changes by load return to it
-    asked: Shape | None = None  # requested, not confirmed yet
+    requested_shape: Shape | None = field(default=None, init=False)  # not confirmed yet
     step_weights: StepWeights = field(default_factory=StepWeights)  # costs of a step, as far as they are known
     decode_margin: float = 1.0  # mean decode steps rarely exceed the predicted one by this factor
     step_age_s: float = 0.0
-    has_told: bool = False  # whether a heartbeat has come
+    has_reported: bool = False  # whether a heartbeat has come
     is_stopping: bool = False  # reported by the node
     is_drained: bool = False  # by an operator's order
     num_tokens_written: int = 0  # output tokens reported in steps
@@ -160,7 +160,11 @@ class Node:
     hints: set[int] = field(default_factory=set)
     # Numerics ids that these blocks may have, in the order in which the node looks for them.
     numerics_ids: list[bytes] = field(default_factory=list)
-    # Constants of the Hello, read once: placement asks every node for every request.
+    is_ready: bool = field(default=True, init=False)  # whether the node takes new work
+    # Kept as attributes, because placement looks at every node for every request.
+    usable: Shape = field(init=False)  # the shape by which the node may be given work
+    prefills: bool = field(init=False)  # whether `usable` has prefill
+    decodes: bool = field(init=False)
     name: str = field(init=False)
     tp_size: int = field(init=False)  # ranks of each pipeline stage; 1 if not reported
     pp_size: int = field(init=False)  # pipeline stages; 1 if not reported
@@ -175,6 +179,17 @@ class Node:
         self.tp_size, self.pp_size = max(1, hello.tp_size), max(1, hello.pp_size)
         self.pool_tokens = hello.num_blocks * hello.block_size
         self.set_reach(self.pool_tokens)
+        self.set_shape(self.shape, None)
+
+    def set_shape(self, shape: Shape, requested: Shape | None) -> None:
+        """Store the shape that the node has confirmed, and the one that is requested of it.
+
+        A requested shape that takes work away counts at once; a requested shape that adds work counts once it is
+        confirmed.
+        """
+        self.shape, self.requested_shape = shape, requested if requested != shape else None
+        self.usable = common(shape, self.requested_shape) if self.requested_shape else shape
+        self.prefills, self.decodes = self.usable.reads, self.usable.writes
 
     def set_reach(self, num_tokens: int) -> None:
         self.reach_tokens = num_tokens
@@ -189,15 +204,6 @@ class Node:
     def kind(self) -> str:
         """Return the noun for the node in messages, such as "prefill node"."""
         return "node" if self.role == BOTH else f"{self.role} node"
-
-    @property
-    def usable(self) -> Shape:
-        """Return the shape by which the node may be given work.
-
-        A requested shape that takes work away counts at once; a requested shape that adds work counts once it is
-        confirmed.
-        """
-        return common(self.shape, self.asked) if self.asked else self.shape
 
     @property
     def root_fingerprint(self) -> dict[str, str]:
@@ -215,9 +221,19 @@ class Node:
         """Return whether requests share blocks of the node's pool: it has reported cached blocks."""
         return bool(self.hints)
 
-    @property
-    def is_ready(self) -> bool:
-        return self.load.state == READY
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The longest request and the largest pools of the fleet, in tokens; None where it has no such node.
+
+    A pool is that of the largest prefill node, or decode node, together with its KV holders.
+    """
+
+    max_model_len: int | None
+    prefill_pool_tokens: int | None
+    decode_pool_tokens: int | None
+    adapters: tuple[str, ...] | None  # None: no node has attached yet
+    own_pool_tokens: int | None = None  # largest pool of a decode node, without KV holders
 
 
 class Registry:
@@ -251,6 +267,7 @@ class Registry:
         self._sessions = itertools.count(first_session)
         self._health: dict[str, NodeHealth] = {}  # by name, in the order of the last attachment
         self.pauses = Pauses(MAX_LAG * node_timeout_s, PAUSE * node_timeout_s)
+        self.capacity = self._capacity()
 
     def __contains__(self, node: Node) -> bool:
         return self._nodes.get(node.name) is node
@@ -299,25 +316,28 @@ class Registry:
         self.pauses.note(now)
         node.health.heard(self.pauses.awake_s(now))
         node.step_age_s = heartbeat.step_age_s
-        node.load, node.has_told = heartbeat.load, True
+        node.load, node.has_reported = heartbeat.load, True
         node.step_weights = _weights(heartbeat.load)
-        told = heartbeat.load.decode_margin
-        node.decode_margin = told if 1 <= told < math.inf else 1.0
+        margin = heartbeat.load.decode_margin
+        node.decode_margin = margin if 1 <= margin < math.inf else 1.0
         node.is_stopping = heartbeat.load.state != READY
         if heartbeat.load.HasField("shape"):
-            node.shape = shape_from_wire(heartbeat.load.shape)
-        if node.shape == node.asked:
-            node.asked = None
+            node.set_shape(shape_from_wire(heartbeat.load.shape), node.requested_shape)
         _complete(node, now)
         if (node.is_ready, node.shape) != before:
-            self._reckon_reaches()
+            self._changed()
+
+    def request_shape(self, node: Node, shape: Shape | None) -> None:
+        """Store the shape that is requested of a node; None for none."""
+        node.set_shape(node.shape, shape)
+        self._changed()
 
     def drain(self, node: Node, *, is_drained: bool = True) -> None:
         """Stop giving work to a node while it is attached. With `is_drained` False, give it work again unless it
         stops."""
         node.is_drained = is_drained
         _set_state(node)
-        self._reckon_reaches()
+        self._changed()
 
     def cache_changed(self, node: Node, event: fleet_pb2.CacheChanged) -> int:
         """Update the blocks that the node reports to hold: first those removed, then those stored.
@@ -360,11 +380,25 @@ class Registry:
 
     def _sort(self) -> None:
         self._by_name = [self._nodes[name] for name in sorted(self._nodes)]
-        self._reckon_reaches()
+        self._changed()
 
-    def _reckon_reaches(self) -> None:
+    def _changed(self) -> None:
+        """Compute what follows from the set of nodes, their states and their shapes."""
         for node in self.nodes:
             node.set_reach(node.pool_tokens + sum(host.hello.remote_kvs.num_tokens for host in self.hosts_of(node)))
+        self.capacity = self._capacity()
+
+    def _capacity(self) -> Capacity:
+        prefill = [node for node in self.nodes if node.prefills]
+        decode = [node for node in self.nodes if node.decodes and not self.embeds]
+        lengths = [max(node.hello.max_model_len for node in nodes) for nodes in (prefill, decode) if nodes]
+        return Capacity(
+            max_model_len=min(lengths, default=None),
+            prefill_pool_tokens=max((node.reach_tokens for node in prefill), default=None),
+            decode_pool_tokens=max((node.reach_tokens for node in decode), default=None),
+            own_pool_tokens=max((node.pool_tokens for node in decode), default=None),
+            adapters=None if self.adapters is None else tuple(self.adapters),
+        )
 
     def hosts_of(self, node: Node) -> list[Node]:
         """Return the KV holders that a node's requests may use, the one with most free blocks first.
@@ -426,14 +460,15 @@ def _complete(node: Node, now: float) -> None:
 
 
 def _set_state(node: Node) -> None:
-    node.load.state = DRAINING if node.is_drained or node.is_stopping else READY
+    node.is_ready = not (node.is_drained or node.is_stopping)
+    node.load.state = READY if node.is_ready else DRAINING
 
 
 def _weights(load: inference_pb2.NodeLoad) -> StepWeights:
     """Return the step costs that the node reports, or a rough model from its other rates before it reports any."""
-    told = load.step_weights
-    if len(told) == len(StepWeights._fields) and all(0 <= each < math.inf for each in told):
-        return StepWeights(*told)
+    weights = load.step_weights
+    if len(weights) == len(StepWeights._fields) and all(0 <= each < math.inf for each in weights):
+        return StepWeights(*weights)
     rate = load.prefill_tokens_per_s
     return StepWeights(step_s=load.lone_step_s, token_s=1 / rate if rate > 0 else 0.0)
 
@@ -502,12 +537,14 @@ def candidates(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
 
 def fitting(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
     """Return the ready prefill nodes or decode nodes that can hold `num_tokens` tokens of one request."""
-    return [node for node in nodes if does(node, role) and node.is_ready and num_tokens <= node.max_request_tokens]
+    if role == PREFILL:
+        return [node for node in nodes if node.prefills and node.is_ready and num_tokens <= node.max_request_tokens]
+    return [node for node in nodes if node.decodes and node.is_ready and num_tokens <= node.max_request_tokens]
 
 
 def does(node: Node, role: str) -> bool:
     """Return whether the node may be given prompts to prefill (PREFILL) or sequences to decode (DECODE)."""
-    return node.usable.reads if role == PREFILL else node.usable.writes
+    return node.prefills if role == PREFILL else node.decodes
 
 
 def has_path(nodes: Iterable[Node], *others: Shape, embeds: bool = False) -> bool:
@@ -548,7 +585,7 @@ class Kinds:
     """Report each pair of nodes with different traits once."""
 
     def __init__(self) -> None:
-        self._told: set[frozenset[object]] = set()
+        self._reported: set[frozenset[object]] = set()
 
     def meet(self, node: Node, nodes: Iterable[Node]) -> list[str]:
         """Return a sentence for each kind of node among `nodes` that has not been reported beside the kind of
@@ -558,8 +595,8 @@ class Kinds:
             if not node.traits or not other.traits or _kind(node) == _kind(other):
                 continue
             pair = frozenset((_kind(node), _kind(other)))
-            if pair not in self._told and len(self._told) < MAX_PAIRS:
-                self._told.add(pair)
+            if pair not in self._reported and len(self._reported) < MAX_PAIRS:
+                self._reported.add(pair)
                 sentences.append(_sentence(node, other))
         return sentences
 

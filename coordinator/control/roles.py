@@ -36,7 +36,7 @@ role that no node has is filled sooner, before the requests that wait for it are
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 from math import ceil, inf
 from statistics import fmean, median
@@ -44,28 +44,13 @@ from typing import Final, NamedTuple
 
 from coordinator.control.instructions import Send
 from coordinator.control.load import Ledger
-from coordinator.control.nodes import MAX_NODES, Node, Registry, does, has_path
+from coordinator.control.nodes import MAX_NODES, Capacity, Node, Registry, does, has_path
 from protos import fleet_pb2
 from protos.convert import shape_to_wire
 from serving_core.errors import RequestError
 from serving_core.node.costs import StepLoad
 from serving_core.reasons import DRAINING, NO_OTHER_NODE
 from serving_core.shapes import BOTH, DECODE, PREFILL, Shape, check_shape, common, preset
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """The longest request and the largest pools of the fleet, in tokens; None where it has no such node.
-
-    A pool is that of the largest prefill node, or decode node, together with its KV holders.
-    """
-
-    max_model_len: int | None
-    prefill_pool_tokens: int | None
-    decode_pool_tokens: int | None
-    adapters: tuple[str, ...] | None  # None: no node has attached yet
-    own_pool_tokens: int | None = None  # largest pool of a decode node, without KV holders
-
 
 MAX_REMEMBERED: Final = 64  # recent capacities kept
 
@@ -84,7 +69,7 @@ class RecentCapacity:
 
     def note(self, now: float) -> None:
         """Record the present capacity. Call it several times a second."""
-        there = capacity(self._registry)
+        there = self._registry.capacity
         self._seen_s.pop(there, None)
         self._seen_s[there] = now
         while now - next(iter(self._seen_s.values())) > self._wait_s or len(self._seen_s) > MAX_REMEMBERED:
@@ -92,8 +77,10 @@ class RecentCapacity:
 
     def at(self, now: float) -> Capacity:
         """Return the largest length and pools within `wait_s`. Other fields are those of the present fleet."""
-        there = capacity(self._registry)
+        there = self._registry.capacity
         lately = [there, *(seen for seen, seen_s in self._seen_s.items() if now - seen_s <= self._wait_s)]
+        if all(seen is there for seen in lately):
+            return there
         return replace(
             there,
             max_model_len=_largest(seen.max_model_len for seen in lately),
@@ -104,21 +91,6 @@ class RecentCapacity:
 
 def _largest(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
-
-
-def capacity(registry: Registry) -> Capacity:
-    """Return the capacity of the fleet at this moment."""
-    prefill, decode = ([node for node in registry.nodes if does(node, role)] for role in (PREFILL, DECODE))
-    if registry.embeds:
-        decode = []
-    lengths = [max(node.hello.max_model_len for node in nodes) for nodes in (prefill, decode) if nodes]
-    return Capacity(
-        max_model_len=min(lengths, default=None),
-        prefill_pool_tokens=max((node.reach_tokens for node in prefill), default=None),
-        decode_pool_tokens=max((node.reach_tokens for node in decode), default=None),
-        own_pool_tokens=max((node.pool_tokens for node in decode), default=None),
-        adapters=None if registry.adapters is None else tuple(registry.adapters),
-    )
 
 
 WINDOW_S: Final = 60.0
@@ -249,8 +221,8 @@ class PressureGauge:
         return seen, now - self._since_s
 
     def _look(self, nodes: Collection[Node], now: float) -> Pressure | None:
-        prefill_nodes = [node for node in nodes if node.usable.reads]
-        decode_nodes = [node for node in nodes if node.usable.writes]
+        prefill_nodes = [node for node in nodes if node.prefills]
+        decode_nodes = [node for node in nodes if node.decodes]
         if decode_nodes and not prefill_nodes:
             return Pressure.NO_PREFILL_NODE
         if prefill_nodes and not decode_nodes and not self._embeds:
@@ -323,7 +295,7 @@ class Roles:
         self._registry = registry
         self._gauge = PressureGauge(ledger, embeds=registry.embeds) if policy == AUTO else None
         self._ledger = ledger
-        self._asked_s: dict[Node, float] = {}  # nodes that have not confirmed yet, with the time of the request
+        self._requested_s: dict[Node, float] = {}  # nodes that have not confirmed yet, with the time of the request
         self._flipped_s: float | None = None  # when the coordinator last changed a role by load
         self._stay_s = MIN_STAY_S
         self._went_home_s: float | None = None  # when a node last returned, unless one was lent since
@@ -331,7 +303,7 @@ class Roles:
     def set_shape(self, name: str, to: str | Shape, now: float) -> tuple[Node, Shape, list[Send]]:
         """Give a node a role or a shape by an operator's order, and end its drain.
 
-        The node confirms the shape; after CONFIRM_S without confirmation, its `asked` is None again. Raise
+        The node confirms the shape; after CONFIRM_S without confirmation, its `requested_shape` is None again. Raise
         RequestError, and then nothing is requested.
         """
         node = self._registry.named(name)
@@ -341,21 +313,21 @@ class Roles:
             raise RequestError(DRAINING, f"node {name} is stopping, and takes no role any more")
         self._check_others(node, shape)
         self._registry.drain(node, is_drained=False)
-        is_so = node.shape == node.home == shape and node.asked is None
+        is_so = node.shape == node.home == shape and node.requested_shape is None
         node.home = shape
         return node, shape, [] if is_so else [self._ask(node, shape, now)]
 
     def tick(self, now: float) -> list[Send]:
         """Forget unconfirmed requests and, with the policy AUTO, change a role under lasting pressure."""
-        for node, asked_s in list(self._asked_s.items()):
+        for node, asked_s in list(self._requested_s.items()):
             if node not in self._registry or now - asked_s >= CONFIRM_S:
-                node.asked = None
-            if node.asked is None:
-                del self._asked_s[node]
+                self._registry.request_shape(node, None)
+            if node.requested_shape is None:
+                del self._requested_s[node]
         if self._gauge is None:
             return []
         pressure, lasted_s = self._gauge.measure(self._registry.nodes, now)
-        if pressure is None or self._asked_s or not self._is_due(pressure, lasted_s, now):
+        if pressure is None or self._requested_s or not self._is_due(pressure, lasted_s, now):
             return []
         flip = self._flip(pressure)
         if flip is None:
@@ -364,8 +336,8 @@ class Roles:
         return [self._ask(*flip, now)]
 
     def _ask(self, node: Node, shape: Shape, now: float) -> Send:
-        node.asked = shape
-        self._asked_s[node] = now
+        self._registry.request_shape(node, shape)
+        self._requested_s[node] = now
         reshape = fleet_pb2.Reshape(shape=shape_to_wire(shape), is_temporary=shape != node.home)
         return Send(node, fleet_pb2.NodeCommand(reshape=reshape))
 
@@ -379,8 +351,8 @@ class Roles:
             return
         others = [other for other in self._registry.nodes if other is not node and other.is_ready]
         for role, does_it, did_it, part in (
-            (PREFILL, shape.reads, node.usable.reads, "reads prompts"),
-            (DECODE, shape.writes, node.usable.writes, "writes answers"),
+            (PREFILL, shape.reads, node.prefills, "reads prompts"),
+            (DECODE, shape.writes, node.decodes, "writes answers"),
         ):
             if did_it and not does_it and not any(does(other, role) for other in others):
                 raise RequestError(NO_OTHER_NODE, f"node {node.name} is the last one that {part}")

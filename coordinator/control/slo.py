@@ -101,8 +101,8 @@ class SloClasses:
 def alone(nodes: Iterable[Node], num_prompt_tokens: int) -> tuple[float, float]:
     """Return the TTFT and the TPOT, in seconds, of a request that has all nodes for itself; 0 while unknown."""
     nodes = list(nodes)
-    rates = [node.load.prefill_tokens_per_s for node in nodes if node.usable.reads]
-    steps_s = [node.load.lone_step_s for node in nodes if node.usable.writes and node.load.lone_step_s > 0]
+    rates = [node.load.prefill_tokens_per_s for node in nodes if node.prefills]
+    steps_s = [node.load.lone_step_s for node in nodes if node.decodes and node.load.lone_step_s > 0]
     rate = max(rates, default=0.0)
     return num_prompt_tokens / rate if rate > 0 else 0.0, min(steps_s, default=0.0)
 

@@ -77,7 +77,7 @@ def _two(
 
     def by_seconds(node: Node) -> tuple[bool, bool, float, str]:
         reading = costs.reading(node)
-        is_second_choice = node.usable.writes and not costs.are_known
+        is_second_choice = node.decodes and not costs.are_known
         return node in avoid, is_second_choice, max(reading.own_s, credit_s) + reading.others_s, node.name
 
     best = nsmallest(MOST_WEIGHED, takers, lambda node: (node in avoid, costs.writing(node), node.name))
@@ -163,11 +163,11 @@ class _Weighing:
         writing = self._costs.writing(decode_node)
         return _Order(
             sum(node in self._avoid for node in {prefill_node, decode_node}) if self._avoid else 0,
-            prefill_node.usable.writes and not self._costs.are_known,
+            prefill_node.decodes and not self._costs.are_known,
             0,
             writing.is_full,
             self._costs.seconds(prefill_node, decode_node),
-            0 if not prefill_node.usable.writes else 1 if prefill_node is decode_node else 2,
+            0 if not prefill_node.decodes else 1 if prefill_node is decode_node else 2,
             writing.part,
             (prefill_node.name, decode_node.name),
         )
@@ -186,7 +186,7 @@ class _Weighing:
 
     def _reads_beside(self, prefill_node: Node) -> bool:
         """Return whether the prompt would be prefilled beside sequences to come, while another node is spared those."""
-        return self._spared is not None and prefill_node is not self._spared and prefill_node.usable.writes
+        return self._spared is not None and prefill_node is not self._spared and prefill_node.decodes
 
     def _crowding(self, lateness: Lateness, prefill_node: Node, decode_node: Node) -> float:
         pair = prefill_node, decode_node

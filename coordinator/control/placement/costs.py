@@ -65,7 +65,7 @@ class Costs:
         self.are_known = bool(known)
         other_rate = median(known) if known else 1.0  # without any, costs compare tokens
         self._rate = {node: rate or other_rate for node, rate in rates.items()}
-        prefill_nodes = [node for node in nodes if node.usable.reads]
+        prefill_nodes = [node for node in nodes if node.prefills]
         self._num_queued = sum(ledger.of(node).tokens_to_compute for node in prefill_nodes)
         self._rates = sum(self._rate[node] for node in prefill_nodes)
         self._not_held: dict[Node, int] = {}
@@ -97,7 +97,7 @@ class Costs:
 
     def num_fetched(self, node: Node) -> int:
         """Return the tokens of the prompt that the node would fetch from another one; 0 for an unknown node."""
-        prefix_fetch = self.reading(node).prefix_fetch if node in self._rate and node.usable.reads else None
+        prefix_fetch = self.reading(node).prefix_fetch if node in self._rate and node.prefills else None
         return 0 if prefix_fetch is None else prefix_fetch.num_fetched
 
     def writing(self, node: Node) -> _DecodeCost:

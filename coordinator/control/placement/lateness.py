@@ -96,7 +96,7 @@ def step_s(node: Node, ledger: Ledger, num_more: int = 0, num_more_cached: int =
 def spared(nodes: Collection[Node], ledger: Ledger, now: float) -> Node | None:
     """Return the prefill node on which the sequences with an SLO end first; None where several are equal."""
     most_left = ledger.most_left(now)
-    by_left = [(most_left.get(node, 0), node) for node in nodes if node.usable.reads and node.is_ready]
+    by_left = [(most_left.get(node, 0), node) for node in nodes if node.prefills and node.is_ready]
     least = min((num_left for num_left, _ in by_left), default=0)
     first = [node for num_left, node in by_left if num_left == least]
     return first[0] if len(first) == 1 else None

@@ -25,9 +25,9 @@ from coordinator.api.messages import (
 from coordinator.api.remote import RemoteControl
 from coordinator.api.validation import AnswerPlan, Limits, plan_answers
 from coordinator.api_server_link import ApiServerCall, ApiServerLink, ApiServerLost
+from coordinator.control.nodes import Capacity
 from coordinator.control.request import NOTHING, SoFar
 from coordinator.control.request_log import CallRecord
-from coordinator.control.roles import Capacity
 from coordinator.text.answers import TextOptions
 from protos import api_servers_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError

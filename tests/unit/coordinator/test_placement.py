@@ -95,8 +95,8 @@ def test_a_node_that_takes_no_hand_overs_writes_only_what_it_reads(registry, led
 
 def test_a_change_that_was_asked_for_counts_at_once_where_it_takes_work_away(registry, ledger):
     b0, d0 = admit(registry, "b0"), admit(registry, "d0")
-    b0.asked = Shape(512, 0, takes_handovers=False)
-    d0.asked = Shape(512, 64, takes_handovers=True)
+    b0.set_shape(b0.shape, Shape(512, 0, takes_handovers=False))
+    d0.set_shape(d0.shape, Shape(512, 64, takes_handovers=True))
     assert placed(registry, ledger) == "b0 d0"
     beat = events.heartbeat(prefill_tokens_per_s=1e6, shape=events.shape(512, 64, takes_handovers=True))
     registry.heartbeat(d0, beat.heartbeat, 1.0)

@@ -8,7 +8,7 @@ from coordinator.control.nodes import Registry
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Wanted
 from coordinator.control.request import Releases
-from coordinator.control.roles import RecentCapacity, capacity
+from coordinator.control.roles import RecentCapacity
 from coordinator.control.transfer_costs import HandoverCosts
 from protos import fleet_pb2
 from protos.convert import shape_to_wire
@@ -46,8 +46,8 @@ def test_a_node_reaches_as_far_as_those_that_would_hold_blocks_for_it(registry):
     assert (first.reach_tokens, second.reach_tokens) == (POOL + 112, POOL + 112)
     third = admit(registry, "c")
     assert (first.reach_tokens, first.max_request_tokens) == (POOL + 224, 384)
-    assert capacity(registry).decode_pool_tokens == POOL + 224
-    assert capacity(registry).own_pool_tokens == POOL
+    assert registry.capacity.decode_pool_tokens == POOL + 224
+    assert registry.capacity.own_pool_tokens == POOL
     registry.lose(third)
     assert first.reach_tokens == POOL + 112
     limits = {"max_num_batched_tokens": 512, "max_num_seqs": 64}

@@ -61,12 +61,12 @@ def test_the_shape_of_a_node_is_what_it_has_confirmed_and_its_role_follows(regis
 )
 def test_what_is_asked_for_counts_at_once_where_it_takes_work_away(registry, old, asked, usable):
     node = registry.admit(hello("d0", shape=old), 0.0)
-    node.asked = asked
+    registry.request_shape(node, asked)
     assert (node.shape, node.usable) == (old, usable)
     registry.heartbeat(node, heartbeat(shape=shape_to_wire(old)), 1.0)  # was under way already
     assert node.usable == usable
     registry.heartbeat(node, heartbeat(shape=shape_to_wire(asked)), 2.0)
-    assert (node.asked, node.usable) == (None, asked)
+    assert (node.requested_shape, node.usable) == (None, asked)
 
 
 def test_a_different_fingerprint_is_refused_with_both_values_and_names(registry):

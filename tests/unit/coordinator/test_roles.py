@@ -110,7 +110,7 @@ def test_a_role_or_a_shape_is_asked_for_and_counts_once_it_is_confirmed():
 def test_what_a_node_is_already_is_not_asked_for():
     world = World("p0", "d0")
     assert world.ask("d0", "decode") is None
-    assert world.node("d0").asked is None
+    assert world.node("d0").requested_shape is None
 
 
 def test_a_node_that_does_not_confirm_counts_as_what_it_was_again():
@@ -120,7 +120,7 @@ def test_a_node_that_does_not_confirm_counts_as_what_it_was_again():
     world.wait(CONFIRM_S - TICK_S)
     assert world.node("b0").usable == DECODE
     world.wait(TICK_S)
-    assert (world.node("b0").asked, world.node("b0").usable) == (None, BOTH)
+    assert (world.node("b0").requested_shape, world.node("b0").usable) == (None, BOTH)
 
 
 def test_a_node_that_is_lost_before_it_confirms_is_forgotten():
@@ -156,7 +156,7 @@ def test_what_cannot_be_is_one_sentence_and_nothing_is_asked(names, name, to, re
     assert error.value.reason == reason
     assert str(error.value).startswith(message)
     assert world.told == []
-    assert all(node.asked is None for node in world.registry.nodes)
+    assert all(node.requested_shape is None for node in world.registry.nodes)
 
 
 def test_a_node_that_was_drained_is_given_work_again_with_its_role_though_others_serve_nobody():

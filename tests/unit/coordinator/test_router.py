@@ -128,7 +128,7 @@ def test_a_path_is_a_node_that_does_both_or_one_that_takes_what_another_reads(re
         admit(registry, f"n{index}", role="both", shape=shape)
     assert has_path(registry.nodes) is expected
     for node in registry.nodes:
-        node.load.state = "draining"
+        registry.drain(node)
     assert not has_path(registry.nodes)
 
 
