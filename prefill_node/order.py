@@ -16,14 +16,12 @@ Without deadlines and priorities the order is oldest first.
 
 import math
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
-from itertools import accumulate
-from operator import le
 from typing import Final, NamedTuple
 
 from serving_core.node.costs import StepCosts
 from serving_core.node.requests import NodeRequest
 from serving_core.requests import Request, Work
+from serving_core.slo import timely
 
 FLOOR: Final = 0.05  # share of computed prompt tokens that the oldest overtaken prompt earns
 
@@ -107,32 +105,6 @@ class Order:
         num_held = self._num_held(prompt) if prompt.lease is None else prompt.num_computed
         num_left = max(1, prompt.num_computed + prompt.num_to_compute - num_held)
         return self._costs.weights.of_prompt(num_held, num_left, most_tokens, bare_s)
-
-
-def timely(seconds: Sequence[float], dues_s: Sequence[float], priorities: Sequence[int] = ()) -> list[int]:
-    """Return the indices of the most jobs that can be done in time one after the other, in execution order.
-
-    Job i takes `seconds[i]` and is due `dues_s[i]` seconds from the start; equal deadlines keep their order. With
-    `priorities` the number of jobs is maximized for the lowest value first, then for the next value in the remaining
-    time, and so on.
-    """
-    by_due = sorted(range(len(dues_s)), key=dues_s.__getitem__)
-    if all(map(le, accumulate([seconds[index] for index in by_due]), [dues_s[index] for index in by_due])):
-        return by_due
-    priorities = priorities or [0] * len(dues_s)
-    chosen: set[int] = set()
-    for priority in sorted(set(priorities)):
-        passed_s, longest = 0.0, list[tuple[float, int]]()
-        for index in by_due:
-            if index not in chosen and priorities[index] != priority:
-                continue
-            passed_s += seconds[index]
-            if index not in chosen:
-                heappush(longest, (-seconds[index], -index))
-            while longest and passed_s > dues_s[index]:
-                passed_s += heappop(longest)[0]
-        chosen.update(-index for _, index in longest)
-    return [index for index in by_due if index in chosen]
 
 
 def _is_refusable(prompt: NodeRequest) -> bool:

@@ -24,9 +24,8 @@ from typing import Final
 from prefill_node.order import Pace, due_s
 from serving_core.node.costs import StepCosts, StepLoad
 from serving_core.node.requests import NodeRequest
-from serving_core.slo import Margin
+from serving_core.slo import PROMPT_TIME_SHARE, Margin
 
-FLOOR: Final = 0.05  # share of the time for prompts that are held back
 LEAST_TOKENS: Final = 16  # in a chunk, unless the chunk is the last of its prompt
 CATCH_UP_TOKENS: Final = 64  # within which a late sequence must be in time again
 BLOCKING_SHARE: Final = 0.25  # share of new prompts' TTFT budget that a step before them may take
@@ -158,7 +157,7 @@ class Slack:
         elif step is not None and step.is_weighed:
             self._margin.note(step.planned_s, step_s if now is None else now - step.now)
         if step is not None and step.is_short:
-            self._owed_s = max(0.0, self._owed_s + FLOOR * step_s - step.chunks_s)
+            self._owed_s = max(0.0, self._owed_s + PROMPT_TIME_SHARE * step_s - step.chunks_s)
         else:
             self._owed_s = 0.0
         self._costs.add(load, step_s)

@@ -1,4 +1,5 @@
-"""Compute the deadlines of an output's tokens, and the margin for errors of a prediction. Pure; no clock.
+"""Compute the deadlines of an output's tokens, the jobs that can be in time, and the margin for errors of a prediction.
+Pure; no clock.
 
 A predicted time is an expectation: half of the work planned to end exactly on a deadline ends after it. So each kind of
 prediction has a Margin, which learns from that kind's own errors, and decisions multiply the predicted seconds by its
@@ -8,8 +9,14 @@ machine becomes slower or less even, and shrinks when those samples have left th
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate
+from operator import le
 from typing import Final
+
+PROMPT_TIME_SHARE: Final = 0.05  # of a node's time, for prompts that running sequences hold back
 
 
 @dataclass(slots=True)
@@ -29,6 +36,32 @@ class Due:
         if index == 0:
             return self.first_s
         return math.inf if self.began_s is None else self.began_s + index * self.tpot_s
+
+
+def timely(seconds: Sequence[float], dues_s: Sequence[float], priorities: Sequence[int] = ()) -> list[int]:
+    """Return the indices of the most jobs that can be done in time one after the other, in execution order.
+
+    Job i takes `seconds[i]` and is due `dues_s[i]` seconds from the start; equal deadlines keep their order. With
+    `priorities` the number of jobs is maximized for the lowest value first, then for the next value in the remaining
+    time, and so on.
+    """
+    by_due = sorted(range(len(dues_s)), key=dues_s.__getitem__)
+    if all(map(le, accumulate([seconds[index] for index in by_due]), [dues_s[index] for index in by_due])):
+        return by_due
+    priorities = priorities or [0] * len(dues_s)
+    chosen: set[int] = set()
+    for priority in sorted(set(priorities)):
+        passed_s, longest = 0.0, list[tuple[float, int]]()
+        for index in by_due:
+            if index not in chosen and priorities[index] != priority:
+                continue
+            passed_s += seconds[index]
+            if index not in chosen:
+                heappush(longest, (-seconds[index], -index))
+            while longest and passed_s > dues_s[index]:
+                passed_s += heappop(longest)[0]
+        chosen.update(-index for _, index in longest)
+    return [index for index in by_due if index in chosen]
 
 
 QUANTILE: Final = 0.97

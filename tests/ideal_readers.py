@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import click
 
-from prefill_node.order import timely
+from serving_core.slo import timely
 from splitserve_bench.plan.loads import AskedLoad, Loads
 from splitserve_bench.simulate.profile import Profile, read_profile
 

@@ -17,10 +17,11 @@ own errors (coordinator/control/admission.py), and decode steps count as long as
 margins of the nodes (serving_core/slo.py).
 
 On a mixed node, prompts get the time that sequences leave: first the slack of the sequences, and then of each step what
-the tightest limit that can be attained leaves; at least FLOOR of the time, and all of it once the sequences are over.
-Of the sequences whose prompts are still to be prefilled there, the share BEGUN counts. Sequences without an SLO leave a
-chunk with each of their steps. The node's scheduler divides its time in the same way (prefill_node/slack.py,
-prefill_node/order.py). Output lengths are estimated from those that ended (coordinator/control/load.py).
+the tightest limit that can be attained leaves; at least PROMPT_TIME_SHARE of the time, and all of it once the sequences
+are over. Of the sequences whose prompts are still to be prefilled there, the share BEGUN counts. Sequences without an
+SLO leave a chunk with each of their steps. The node's scheduler divides its time in the same way
+(prefill_node/slack.py, prefill_node/order.py). Output lengths are estimated from those that ended
+(coordinator/control/load.py).
 
 A sequence that makes no other late as things stand is still one too many where, at any time while it decodes, a step of
 all sequences takes longer than the tightest limit (`crowding`): prompts would get no time, and a sequence that gets
@@ -43,9 +44,8 @@ from typing import Final, NamedTuple
 from coordinator.control.load import Ledger, Owed
 from coordinator.control.nodes import Node
 from coordinator.control.placement.policy import Wanted
-from prefill_node.order import timely
-from prefill_node.slack import FLOOR
 from serving_core.node.costs import StepLoad
+from serving_core.slo import PROMPT_TIME_SHARE, timely
 
 BEGUN: Final = 0.4  # share of the waiting sequences that decode while the others are prefilled; tuned in simulation
 LOST: Final = 4  # violations for each lost request: those behind it are later too; tuned in simulation
@@ -290,7 +290,7 @@ class NodeLateness:
         come."""
         each_s = self._step_s(max(1, round(self._coming.per_s * self._own_num_left * self._step_s(1))))
         share = 1 - each_s / self._tightest_s if self._tightest_s < math.inf else self._chunk_share(each_s)
-        return max(self.own_begins_s, self._own_job.seconds / max(FLOOR, share))
+        return max(self.own_begins_s, self._own_job.seconds / max(PROMPT_TIME_SHARE, share))
 
     def crowding(self, begins_s: float) -> float:
         """Return the decode step that is rarely exceeded, as a multiple of the tightest limit that can be attained.
@@ -477,7 +477,7 @@ class NodeLateness:
             return Pace(0.0, share)
         next_s = [*(self._next_s(each) for each in dues if not self._is_overdue(each)), own_s]
         bank_s = min((each for each in next_s if each < math.inf), default=0.0) - step_s
-        share = max(FLOOR, min(share, 1 - step_s / tightest_s))
+        share = max(PROMPT_TIME_SHARE, min(share, 1 - step_s / tightest_s))
         return Pace(max(0.0, bank_s), share, num_left * step_s)
 
     def _chunk_share(self, step_s: float) -> float:

@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from prefill_node import order
-from prefill_node.order import Order, Pace, timely
+from prefill_node.order import Order, Pace
 from serving_core.node.costs import StepCosts
 from serving_core.node.requests import RequestState
-from serving_core.slo import Due
+from serving_core.slo import Due, timely
 from tests.unit.serving_node.node_requests_kit import House
 
 TOKEN_S = 0.5
