@@ -1,4 +1,4 @@
-"""Carry out the instructions of the tracker: send commands to nodes, and tokens and ends to clients.
+"""Carry out the instructions of the scheduler: send commands to nodes, and tokens and ends to clients.
 
 Everything here runs on the event loop and never waits, so no two events can interleave.
 """
@@ -13,16 +13,24 @@ from typing import Final, Protocol
 
 from coordinator.api.generation import Generation
 from coordinator.api.validation import AnswerPlan
-from coordinator.control.instructions import Embedded, Emit, End, Instruction, MigrationEnded, Send
+from coordinator.control.instructions import (
+    MAX_MESSAGE_CHARS,
+    Embedded,
+    Emit,
+    End,
+    Instruction,
+    MigrationEnded,
+    Send,
+    cut_short,
+)
 from coordinator.control.load import Prompt
 from coordinator.control.migration import check_target
 from coordinator.control.nodes import Capacity, Kinds, LossCause, Node, Registry
-from coordinator.control.outcomes import MAX_MESSAGE_CHARS, cut_short
 from coordinator.control.request import SoFar
 from coordinator.control.request_log import CallRecord, Journal
 from coordinator.control.roles import RecentCapacity, Roles
+from coordinator.control.scheduler import Scheduler
 from coordinator.control.slo import Slo
-from coordinator.control.tracker import Tracker
 from coordinator.text.answers import Answer, AnswerText
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
@@ -103,12 +111,12 @@ class _Live:
 
 
 class Dispatcher:
-    """Connect clients, nodes and the pure parts: registry, tracker and roles."""
+    """Connect clients, nodes and the pure parts: registry, scheduler and roles."""
 
     def __init__(
         self,
         registry: Registry,
-        tracker: Tracker,
+        scheduler: Scheduler,
         roles: Roles,
         journal: Journal,
         *,
@@ -118,7 +126,7 @@ class Dispatcher:
         self._stream_interval = stream_interval
         self._registry = registry
         self._capacity = RecentCapacity(registry, node_wait_s)
-        self._tracker = tracker
+        self._scheduler = scheduler
         self._roles = roles
         self._journal = journal
         self._kinds = Kinds()
@@ -149,7 +157,7 @@ class Dispatcher:
         self.nodes_changed.set()
         if namesake is not None:
             self._apply(self._lose(namesake, LossCause.CONNECTION, "its process has attached again"))
-        self._tracker.attached_again(hello.session)
+        self._scheduler.attached_again(hello.session)
         return link
 
     def message_lost(self, link: NodeLink, error: MessageLost) -> None:
@@ -180,7 +188,7 @@ class Dispatcher:
                 self._shape_refused(node, event.failed)
                 return
             self._journal.attempt_failed(node, event.failed)
-        self._apply(self._tracker.handle(node, event, now))
+        self._apply(self._scheduler.handle(node, event, now))
 
     def drain_node(self, name: str) -> Node:
         """Drain a node: its requests go to other nodes as far as those have room. A repeated call changes nothing.
@@ -193,7 +201,7 @@ class Dispatcher:
             self._registry.drain(node)
             logger.info("%s %s is draining", node.kind, node.name)
             self.nodes_changed.set()
-            self._apply(self._tracker.tick(time.monotonic()))
+            self._apply(self._scheduler.tick(time.monotonic()))
         return node
 
     def num_left(self, node: Node) -> int:
@@ -205,7 +213,7 @@ class Dispatcher:
         if not node.is_drained:
             raise RequestError(DRAIN_ENDED, f"node {node.name} drains no more: it was given a role")
         if self._registry.find(node.name) is node:
-            return self._tracker.num_left(node)
+            return self._scheduler.num_left(node)
         if node.is_stopping:
             return 0
         raise RequestError(
@@ -280,7 +288,7 @@ class Dispatcher:
         self._links.pop(node).end(error)
         self._registry.lose(node)
         self.nodes_changed.set()
-        return self._tracker.lose(node, time.monotonic(), has_died=has_died)
+        return self._scheduler.lose(node, time.monotonic(), has_died=has_died)
 
     def capacity(self) -> Capacity:
         """Return the lengths and pool sizes that requests may ask for now."""
@@ -336,7 +344,7 @@ class Dispatcher:
         now, record = time.monotonic(), record or CallRecord(plan.request_id)
         self._end_earlier(plan, record.asker)
         num_answers = sum(not each.has_ended for each in so_fars) + plan.num_behind
-        self._tracker.check_room(num_answers, now, record.asker)
+        self._scheduler.check_room(num_answers, now, record.asker)
         self._calls[plan.request_id] = _Live(call, record.asker, plan.call_number)
         self._journal.begun(record)
         if plan.pooling is None:
@@ -349,7 +357,7 @@ class Dispatcher:
                 if so_far.has_ended:
                     continue
                 answer_id = call.answer_ids[index]
-                instructions = self._tracker.submit(
+                instructions = self._scheduler.submit(
                     answer_id,
                     prompt,
                     sampling,
@@ -380,7 +388,7 @@ class Dispatcher:
         """End a sequence of a live call in which the API server has found a stop string."""
         if self._is_live(call):
             stop = inference_pb2.FINISH_REASON_STOP
-            self._apply(self._tracker.finish(call.answer_ids[index], stop, time.monotonic()))
+            self._apply(self._scheduler.finish(call.answer_ids[index], stop, time.monotonic()))
 
     def give_up(self, call: Call, error: RequestError) -> None:
         """End a live call with an error of its API server."""
@@ -393,7 +401,7 @@ class Dispatcher:
             return False
         now = time.monotonic()
         for answer_id in live.call.answer_ids:
-            self._apply(self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
+            self._apply(self._scheduler.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
         return True
 
     def close(self, call: Call) -> None:
@@ -408,7 +416,7 @@ class Dispatcher:
             self._idle.set()
         now = time.monotonic()
         for answer_id in self._forget(call):
-            self._apply(self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
+            self._apply(self._scheduler.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
         self._journal.over(call.request_id)
 
     def _is_live(self, call: Call) -> bool:
@@ -423,7 +431,7 @@ class Dispatcher:
         self._capacity.note(now)
         for node, cause, why in self._registry.expired(now):
             self._apply(self._lose(node, cause, why))
-        self._apply(self._tracker.tick(now))
+        self._apply(self._scheduler.tick(now))
         self._reshape(self._roles.tick(now))
         self._shapes_changed.set()  # a requested shape may have expired
 
@@ -475,7 +483,7 @@ class Dispatcher:
             return self._fail(answer.generation, slow_prefill_node)
         if answer.matched_stop is None:
             return []
-        return self._tracker.finish(answer_id, inference_pb2.FINISH_REASON_STOP, time.monotonic())
+        return self._scheduler.finish(answer_id, inference_pb2.FINISH_REASON_STOP, time.monotonic())
 
     def _end(self, end: End) -> list[Instruction]:
         answer, outcome = self._answers.pop(end.request_id, None), end.outcome
@@ -507,7 +515,7 @@ class Dispatcher:
         now = time.monotonic()
         instructions: list[Instruction] = []
         for answer_id in self._forget(generation):
-            instructions += self._tracker.fail(answer_id, error, now)
+            instructions += self._scheduler.fail(answer_id, error, now)
         return instructions
 
     def _forget(self, generation: Call) -> list[str]:

@@ -19,22 +19,22 @@ from coordinator.api.exposition import Exposition
 from coordinator.api.grpc_port import GrpcPort
 from coordinator.api.health import HealthService
 from coordinator.api.http.counting import HttpCounts
+from coordinator.api.overview import Overview
 from coordinator.api.public import STOP_GRACE_S, Behind, PublicApi, caps
 from coordinator.api.sheds import FLEET, Sheds
 from coordinator.api.statuses import StatusInterceptor
 from coordinator.api.tls import ServerTls
 from coordinator.api_server_processes import ApiServers
 from coordinator.api_server_service import ApiServerService
-from coordinator.control.live import NUM_EPOCHS
+from coordinator.control.instructions import NUM_EPOCHS
 from coordinator.control.load import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import MAX_FIRST_SESSION, Registry
-from coordinator.control.overview import Overview
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.request_log import Journal
 from coordinator.control.roles import Roles
+from coordinator.control.scheduler import Scheduler
 from coordinator.control.slo import SloClasses, parse_slo_classes
-from coordinator.control.tracker import Tracker
 from coordinator.dispatcher import Dispatcher
 from coordinator.fleet_service import FleetService
 from coordinator.served_model import read_served_model
@@ -75,7 +75,7 @@ class CoordinatorServer:
         slo_classes = parse_slo_classes(settings.slo_class)
         self._metrics = Metrics(slo_classes)
         self._journal = Journal(self._metrics)
-        self._tracker = Tracker(
+        self._scheduler = Scheduler(
             self._registry,
             ledger,
             self._metrics,
@@ -93,7 +93,7 @@ class CoordinatorServer:
         roles = Roles(self._registry, ledger, policy=settings.roles)
         self._dispatcher = Dispatcher(
             self._registry,
-            self._tracker,
+            self._scheduler,
             roles,
             self._journal,
             node_wait_s=settings.node_wait_s,
@@ -102,7 +102,7 @@ class CoordinatorServer:
         self._overview = Overview(
             self._registry,
             ledger,
-            self._tracker,
+            self._scheduler,
             self._metrics,
             model_name=self._model.name,
             start_s=time.monotonic(),
@@ -216,12 +216,12 @@ class CoordinatorServer:
 
     def _exposition(self, counts: HttpCounts, api_servers: Callable[[], Iterable[Figure]] = tuple) -> Exposition:
         return Exposition(
-            self._metrics, self._tracker, self._registry, self._model.name, counts, api_servers, self._sheds
+            self._metrics, self._scheduler, self._registry, self._model.name, counts, api_servers, self._sheds
         )
 
     def _status(self) -> StatusService:
         return StatusService(
-            self._registry, self._tracker, self._dispatcher, self._metrics, instance_id=self._settings.instance_id
+            self._registry, self._scheduler, self._dispatcher, self._metrics, instance_id=self._settings.instance_id
         )
 
     def _admin(self) -> AdminService:

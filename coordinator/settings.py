@@ -8,10 +8,10 @@ from typing import Final
 
 from coordinator.control.placement.policies import AUTO as AUTO_POLICY
 from coordinator.control.placement.policies import POLICIES
+from coordinator.control.prefix_fetch import AUTO as FETCH_AUTO
+from coordinator.control.prefix_fetch import PREFIX_FETCHES
 from coordinator.control.roles import AUTO, FIXED
 from coordinator.control.slo import parse_slo_classes
-from coordinator.control.transfer_costs import AUTO as FETCH_AUTO
-from coordinator.control.transfer_costs import PREFIX_FETCHES
 from coordinator.text.answer_format import AUTO as AUTO_FORMAT
 from coordinator.text.answer_format import CALL_FORMATS, REASONING_FORMATS
 from coordinator.text.rendering import BadField, read_kwargs

@@ -65,7 +65,7 @@ def of_coordinator(num_nodes: int) -> float:
     http.ended("/v1/completions", "POST", 200, 0.1)
     for node in world.registry.nodes:
         world.registry.heartbeat(node, events.heartbeat(num_blocks_free=50, step_tokens=STEPS).heartbeat, 0.0)
-    exposition = Exposition(world.metrics, world.tracker, world.registry, "m", http)
+    exposition = Exposition(world.metrics, world.scheduler, world.registry, "m", http)
     return cpu_us(exposition.render, 5)
 
 

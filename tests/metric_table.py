@@ -38,7 +38,9 @@ def coordinator_metrics() -> list[Metric]:
         beat = events.heartbeat(num_blocks_free=100, step_tokens=steps, tier=inference_pb2.TierLoad()).heartbeat
         world.registry.heartbeat(world.registry.find(name), beat, 0.0)
     api_servers = [ApiServerLink(1), ApiServerLink(2)]
-    told = Exposition(world.metrics, world.tracker, world.registry, "m", http, lambda: api_server_figures(api_servers))
+    told = Exposition(
+        world.metrics, world.scheduler, world.registry, "m", http, lambda: api_server_figures(api_servers)
+    )
     return list(told.collect())
 
 

@@ -8,12 +8,12 @@ import time
 from typing import Any, Final
 
 from coordinator.api.exchange import write
+from coordinator.api.overview import Overview
 from coordinator.api.validation import MAX_ABORTED, check_count
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Registry
-from coordinator.control.overview import Overview
 from coordinator.control.roles import CONFIRM_S
-from coordinator.control.tracker import Tracker
+from coordinator.control.scheduler import Scheduler
 from coordinator.dispatcher import Dispatcher
 from protos import inference_pb2, inference_pb2_grpc
 from protos.convert import PROTOCOL_VERSION, shape_from_wire
@@ -83,10 +83,10 @@ class StatusService(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
     """
 
     def __init__(
-        self, registry: Registry, tracker: Tracker, dispatcher: Dispatcher, metrics: Metrics, *, instance_id: str
+        self, registry: Registry, scheduler: Scheduler, dispatcher: Dispatcher, metrics: Metrics, *, instance_id: str
     ) -> None:
         self._registry = registry
-        self._tracker = tracker
+        self._scheduler = scheduler
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._instance_id = instance_id or secrets.token_hex(16)
@@ -112,7 +112,7 @@ class StatusService(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
 
     async def GetLoads(self, _request: Any, _context: Any) -> inference_pb2.GetLoadsResponse:
         # Requests that have ended but that nodes have yet to release count as live: at 0 the fleet holds nothing.
-        loads = [self._tracker.load_of(node) for node in self._registry.nodes]
+        loads = [self._scheduler.load_of(node) for node in self._registry.nodes]
         return inference_pb2.GetLoadsResponse(
-            nodes=loads, num_live_requests=self._tracker.num_open, slo_classes=self._metrics.attainment.to_wire()
+            nodes=loads, num_live_requests=self._scheduler.num_open, slo_classes=self._metrics.attainment.to_wire()
         )

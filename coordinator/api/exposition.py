@@ -16,13 +16,11 @@ from prometheus_client.registry import Collector
 from coordinator.api.http.counting import HttpCounts
 from coordinator.api.sheds import Sheds
 from coordinator.api.statuses import CODES
-from coordinator.control.attempt_events import RESTART_REASONS
-from coordinator.control.instructions import MigrationOutcome
+from coordinator.control.instructions import FINISH_REASONS, MigrationOutcome
 from coordinator.control.metrics import LENT, NOT_LENT, Metrics
 from coordinator.control.nodes import DRAINED, LossCause, Node, Registry, has_path, num_kinds
-from coordinator.control.outcomes import FINISH_REASONS
-from coordinator.control.timeline import Phase
-from coordinator.control.tracker import Tracker
+from coordinator.control.request import Phase
+from coordinator.control.scheduler import RESTART_REASONS, Scheduler
 from protos.inference_pb2 import NodeLoad, TierLoad
 from serving_core.figures import BATCH, Figure, Histogram, Labels, counter, families, family, gauge, histogram
 from serving_core.reasons import QUEUE_FULL
@@ -43,7 +41,7 @@ class Exposition(Collector):
     def __init__(
         self,
         metrics: Metrics,
-        tracker: Tracker,
+        scheduler: Scheduler,
         registry: Registry,
         model_name: str,
         http: HttpCounts | None = None,
@@ -52,7 +50,7 @@ class Exposition(Collector):
     ) -> None:
         """Create the collector. `api_servers` returns the figures of each API server process, if there are several."""
         self._metrics = metrics
-        self._tracker = tracker
+        self._scheduler = scheduler
         self._registry = registry
         self._model_name = model_name
         self._http = http or HttpCounts()
@@ -67,14 +65,14 @@ class Exposition(Collector):
     def collect(self) -> Iterator[Metric]:
         nodes = self._registry.nodes
         is_path = has_path(nodes, embeds=self._registry.embeds)
-        own = (_times(self._metrics), _totals(self._metrics), _by_class(self._metrics), _live(self._tracker))
-        of_nodes = node_figures(nodes, self._tracker, is_path=is_path)
+        own = (_times(self._metrics), _totals(self._metrics), _by_class(self._metrics), _live(self._scheduler))
+        of_nodes = node_figures(nodes, self._scheduler, is_path=is_path)
         figures = list(chain(*own, self._sheds.figures(), self._api_servers(), of_nodes))
         yield from families(figures)
         for figure in figures:
             for name in figure.vllm:
                 yield family(figure, f"vllm:{name}", self._vllm_labels)
-        for figure in vllm_figures(self._metrics, self._tracker, nodes, is_path=is_path):
+        for figure in vllm_figures(self._metrics, self._scheduler, nodes, is_path=is_path):
             yield family(figure, f"vllm:{figure.name}", self._vllm_labels)
         for figure in self._http.figures():
             yield family(figure, figure.name)
@@ -176,21 +174,21 @@ def _by_class(metrics: Metrics) -> Iterator[Figure]:
     yield times("slo_time_per_output_token_seconds", help, metrics.tpot_by_class)
 
 
-def _live(tracker: Tracker) -> Iterator[Figure]:
+def _live(scheduler: Scheduler) -> Iterator[Figure]:
     def one(name: str, help: str, value: int, *vllm: str) -> Figure:
         return gauge(name, help, [({}, value)], *vllm)
 
-    yield one("requests_running", "Live answers that are written.", tracker.num_running, "num_requests_running")
-    yield one("requests_waiting", "Live answers that are not yet.", tracker.num_waiting, "num_requests_waiting")
+    yield one("requests_running", "Live answers that are written.", scheduler.num_running, "num_requests_running")
+    yield one("requests_waiting", "Live answers that are not yet.", scheduler.num_waiting, "num_requests_waiting")
     held = "Of those, the ones that are held, since they would make answers late."
-    yield one("requests_held", held, tracker.num_held)
-    yield one("nodes_needed", "Nodes that the load of now needs, for autoscalers.", tracker.num_nodes_needed)
+    yield one("requests_held", held, scheduler.num_deferred)
+    yield one("nodes_needed", "Nodes that the load of now needs, for autoscalers.", scheduler.num_nodes_needed)
 
 
 # ---- figures that vLLM has under other names, so that its dashboards fill ----
 
 
-def vllm_figures(metrics: Metrics, tracker: Tracker, nodes: Sequence[Node], *, is_path: bool) -> Iterator[Figure]:
+def vllm_figures(metrics: Metrics, scheduler: Scheduler, nodes: Sequence[Node], *, is_path: bool) -> Iterator[Figure]:
     """Yield the figures that have no SplitServe name. Names omit vLLM's prefix."""
     ends = {**dict.fromkeys(FINISH_REASONS.values(), 0), **metrics.finished, "error": metrics.failed.total()}
     help = "Answers that have ended, those that failed too."
@@ -205,8 +203,8 @@ def vllm_figures(metrics: Metrics, tracker: Tracker, nodes: Sequence[Node], *, i
     }
     help = "Of prompts that were read: every token is computed, or found, once."
     yield counter("prompt_tokens_by_source", help, [({"source": name}, count) for name, count in sources.items()])
-    deferred = tracker.num_deferred
-    reasons = {"capacity": tracker.num_waiting - deferred, "deferred": deferred}
+    deferred = scheduler.num_waiting_for_nodes
+    reasons = {"capacity": scheduler.num_waiting - deferred, "deferred": deferred}
     help = "Live answers that are not written yet; deferred: no node can take them now."
     yield gauge("num_requests_waiting_by_reason", help, [({"reason": name}, count) for name, count in reasons.items()])
     states = {"awake": is_path, "weights_offloaded": False, "discard_all": not is_path}
@@ -229,7 +227,7 @@ def _cache(node: Node) -> Labels:
 # ---- figures of the attached nodes, from their heartbeats ----
 
 
-def node_figures(nodes: Sequence[Node], tracker: Tracker, *, is_path: bool) -> Iterator[Figure]:
+def node_figures(nodes: Sequence[Node], scheduler: Scheduler, *, is_path: bool) -> Iterator[Figure]:
     """Yield the figures of the attached nodes.
 
     Counters of a node start with its process and appear after its first report: otherwise a node that attaches again
@@ -239,7 +237,7 @@ def node_figures(nodes: Sequence[Node], tracker: Tracker, *, is_path: bool) -> I
     yield gauge("ready", "1 while there are nodes for a request.", [({}, is_path)])
     help = "Kinds of attached nodes: with more than one, answers may differ in bits between nodes."
     yield gauge("node_kinds", help, [({}, num_kinds(nodes))])
-    drained = [(_labels(node), tracker.load_of(node).state == DRAINED) for node in nodes]
+    drained = [(_labels(node), scheduler.load_of(node).state == DRAINED) for node in nodes]
     yield gauge("node_drained", "1 once a drain of the node has finished.", drained)
     yield from _gauges(nodes)
     yield from _node_totals([node for node in nodes if node.has_reported])

@@ -1,4 +1,4 @@
-"""Buffer the outputs of one Generate call between the tracker, which never waits, and a client that may read slowly."""
+"""Buffer the outputs of one Generate call between the scheduler, which never waits, and a slow client."""
 
 import asyncio
 from collections import deque

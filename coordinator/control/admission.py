@@ -1,4 +1,4 @@
-"""Admit, defer or refuse new requests, and tell a refused one when to come back. Pure.
+"""Control admission: admit, defer or refuse new requests, and estimate the retry-after of refused ones. Pure.
 
 Margin. The first token of a request with an SLO on TTFT is planned some time before its limit. The margin is learned
 from the errors of the predicted first tokens, as a share of the limit (serving_core/slo.py), so a long queue and a
@@ -16,11 +16,12 @@ reserved for those yet to come is the share of the latest places that were taken
 Deferred admission. Prefilling a prompt early gains nothing while its node decodes as many sequences as attain their
 TPOT: the new sequence only makes each step longer. So a request that would be late, or make others late, waits. Higher
 priority goes first, then the earliest deadline. A request begins as soon as it makes no other late. It also begins when
-SHARE of its time has passed, or when the prefill of its prompt and of those before it, MARGIN times over, leaves no
-more time to wait and its prefill node has nothing else to do. A request without an SLO on TTFT can always wait longer.
+DEFERRAL_SHARE of its time has passed, or when the prefill of its prompt and of those before it, PREFILL_SAFETY_FACTOR
+times over, leaves no more time to wait and its prefill node has nothing else to do. A request without an SLO on TTFT
+can always wait longer.
 
 A request that can wait no longer and would make others late counts as late. Late requests go after all others, by
-priority and age, where they delay none. The share FLOOR of the requests that begin is theirs, so that none waits
+priority and age, where they delay none. The share LATE_FLOOR of the requests that begin is theirs, so that none waits
 forever.
 """
 
@@ -29,153 +30,140 @@ from collections import deque
 from math import ceil, inf
 from typing import Final, NamedTuple
 
+from coordinator.control.instructions import with_expectation
+from coordinator.control.load import Ledger, RateEstimator
+from coordinator.control.placement.lateness import step_s
 from coordinator.control.placement.policy import Placed
-from coordinator.control.request import TrackedRequest
+from coordinator.control.request import Request, State
 from coordinator.control.slo import Expectation
 from serving_core import reasons
 from serving_core.errors import RequestError
 from serving_core.slo import Due, Margin
 
-MAX_TIMES: Final = 32
-
-
-class Pace:
-    """Measure the rate of one kind of event over its last MAX_TIMES occurrences."""
-
-    def __init__(self) -> None:
-        self._times: deque[tuple[float, float]] = deque(maxlen=MAX_TIMES)  # time and count of each event
-
-    def happened(self, now: float, part: float = 1.0) -> None:
-        """Record an event, or a fraction of one."""
-        self._times.append((now, part))
-
-    def per_s(self, now: float) -> float:
-        """Return the events per second; 0 before there are two."""
-        if len(self._times) < 2:
-            return 0.0
-        first_s, first = self._times[0]
-        number, seconds = sum(part for _, part in self._times) - first, now - first_s
-        return number / seconds if seconds > 0 else 0.0
-
-
 MIN_RETRY_AFTER_S: Final = 1.0
 MAX_RETRY_AFTER_S: Final = 60.0
-GRACE_S: Final = 3.0  # by which a request may come before or after its turn
-MOST_TURNS: Final = 4096  # turns kept; further refused requests get none
-NUM_TAKEN: Final = 32  # latest turns from which the share of taken ones is measured
+RETRY_GRACE_S: Final = 3.0  # by which a request may come before or after its retry-after time
+MAX_RETRIES_REMEMBERED: Final = 4096  # retry-after times kept; further refused requests have no place kept
+NUM_RETRIES_MEASURED: Final = 32  # latest retry-after times from which the share of requests that return is measured
 
 
-class Turns:
-    """Give each refused request its own time to come back."""
+class RetryAfterEstimator:
+    """Estimate when each refused request finds a place, and expect it back then."""
 
     def __init__(self) -> None:
-        self._ends = Pace()
-        self._last_s = 0.0  # the latest turn given
-        self._to_come: list[tuple[float, int]] = []  # time and Prompt.key, sorted
-        self._turns_s: dict[int, float] = {}  # the same, by key
-        self._are_taken: deque[bool] = deque([False] * NUM_TAKEN, maxlen=NUM_TAKEN)
+        self._ends = RateEstimator()
+        self._last_s = 0.0  # the latest retry-after time given
+        self._expected: list[tuple[float, int]] = []  # time and Prompt.key, sorted
+        self._times_s: dict[int, float] = {}  # the same, by key
+        self._have_returned: deque[bool] = deque([False] * NUM_RETRIES_MEASURED, maxlen=NUM_RETRIES_MEASURED)
 
     def __len__(self) -> int:
         """Return how many refused requests have yet to come back."""
-        return len(self._to_come)
+        return len(self._expected)
 
     def ended(self, now: float) -> None:
         """Record that a request has ended and its place is free."""
-        self._ends.happened(now)
+        self._ends.add(now)
 
-    def wait_s(self, now: float, least_s: float = 0.0, key: int | None = None) -> float:
+    def retry_after_s(self, now: float, least_s: float = 0.0, key: int | None = None) -> float:
         """Return the retry-after of one more refused request, in seconds, `least_s` at least.
 
-        Where the request has a key, its turn is kept until then, rounded up to a whole second.
+        Where the request has a key, a place is kept for it until then, rounded up to a whole second.
         """
         per_s = self._ends.per_s(now)
-        turn_s = max(self._last_s, now) + (1 / per_s if per_s else 0.0)
-        self._last_s = min(turn_s, now + MAX_RETRY_AFTER_S)
-        wait_s = max(MIN_RETRY_AFTER_S, least_s, self._last_s - now)
+        free_s = max(self._last_s, now) + (1 / per_s if per_s else 0.0)
+        self._last_s = min(free_s, now + MAX_RETRY_AFTER_S)
+        retry_after_s = max(MIN_RETRY_AFTER_S, least_s, self._last_s - now)
         self._forget(now)
-        if key is not None and key not in self._turns_s and len(self._turns_s) < MOST_TURNS:
-            self._turns_s[key] = now + ceil(wait_s)
-            insort(self._to_come, (self._turns_s[key], key))
-        return wait_s
+        if key is not None and key not in self._times_s and len(self._times_s) < MAX_RETRIES_REMEMBERED:
+            self._times_s[key] = now + ceil(retry_after_s)
+            insort(self._expected, (self._times_s[key], key))
+        return retry_after_s
 
-    def take(self, key: int, now: float) -> bool:
-        """Return whether a request that arrives has a turn at about this time, and forget its turn."""
+    def returned(self, key: int, now: float) -> bool:
+        """Return whether a request that arrives was refused and comes at about its time; forget its time."""
         self._forget(now)
-        if (turn_s := self._turns_s.pop(key, None)) is None:
+        if (at_s := self._times_s.pop(key, None)) is None:
             return False
-        self._to_come.remove((turn_s, key))
-        is_its_turn = turn_s <= now + GRACE_S
-        self._are_taken.append(is_its_turn)
-        return is_its_turn
+        self._expected.remove((at_s, key))
+        is_its_time = at_s <= now + RETRY_GRACE_S
+        self._have_returned.append(is_its_time)
+        return is_its_time
 
-    def num_kept(self, now: float, within_s: float) -> float:
+    def num_expected(self, now: float, within_s: float) -> float:
         """Return how many refused requests are expected back within `within_s` seconds."""
-        if not self._to_come:
+        if not self._expected:
             return 0.0
         self._forget(now)
-        return bisect_right(self._to_come, (now + within_s, inf)) * sum(self._are_taken) / NUM_TAKEN
+        num_due = bisect_right(self._expected, (now + within_s, inf))
+        return num_due * sum(self._have_returned) / NUM_RETRIES_MEASURED
 
-    def kept_s(self, now: float, within_s: float) -> float:
+    def reserved_s(self, now: float, within_s: float) -> float:
         """Return the seconds of the fleet's work that are reserved for the requests expected back within `within_s`
         seconds."""
         per_s = self._ends.per_s(now)
-        return self.num_kept(now, within_s) / per_s if per_s else 0.0
+        return self.num_expected(now, within_s) / per_s if per_s else 0.0
 
     def _forget(self, now: float) -> None:
-        """Drop the turns that were not taken."""
-        while self._to_come and self._to_come[0][0] < now - GRACE_S:
-            del self._turns_s[self._to_come.pop(0)[1]]
-            self._are_taken.append(False)
+        """Drop the requests that have not returned at their time."""
+        while self._expected and self._expected[0][0] < now - RETRY_GRACE_S:
+            del self._times_s[self._expected.pop(0)[1]]
+            self._have_returned.append(False)
 
 
-SHARE: Final = 0.6  # of the time until the first token is due; tuned in simulation
-MARGIN: Final = 1.5  # prefill takes longer than predicted where sequences start beside it; tuned in simulation
-LOOKS_EVERY_S: Final = 0.25  # longest interval between two looks: a request that cannot wait for the next one begins
-FLOOR: Final = 0.05  # share of late requests among those that begin while late ones wait
+DEFERRAL_SHARE: Final = 0.6  # of the time until the first token is due; tuned in simulation
+PREFILL_SAFETY_FACTOR: Final = (
+    1.5  # prefill takes longer than predicted where sequences start beside it; tuned in simulation
+)
+TICK_S: Final = 0.25  # longest interval between two looks: a request that cannot wait for the next one begins
+LATE_FLOOR: Final = 0.05  # share of late requests among those that begin while late ones wait
 MAX_LATE_QUEUE_S: Final = 0.5  # of work before a late request on its prefill node: with more it would only wait there
 
 
-class _Held(NamedTuple):
+class _Deferred(NamedTuple):
     """Keep a deferred request; the fields are in the order that sorts the queue."""
 
     priority: int
-    until_s: float  # when SHARE of the time until its first token is due has passed
+    until_s: float  # when DEFERRAL_SHARE of the time until its first token is due has passed
     age: int
-    request: TrackedRequest
+    request: Request
     prefill_s: float  # seconds that its prefill takes
     first_s: float  # when its first token is due
     begins_s: float  # when it was expected to begin
 
 
-class Holding:
-    """Keep the deferred requests, and choose which of them begins next."""
+class DeferredQueue:
+    """Keep the deferred requests, which are QUEUED, and choose which of them begins next."""
 
     def __init__(self) -> None:
-        self._held: list[_Held] = []
-        self._late: list[tuple[int, int, TrackedRequest]] = []  # by priority and age
+        self._deferred: list[_Deferred] = []
+        self._late: list[tuple[int, int, Request]] = []  # by priority and age
         self._num_owed = 0.0  # late requests that are due to begin
         self._margin = Margin()  # error of the predicted begin, as a share of the longest deferral
 
     def __len__(self) -> int:
-        return len(self._held) + len(self._late)
+        return len(self._deferred) + len(self._late)
 
     @property
-    def first(self) -> TrackedRequest | None:
+    def first(self) -> Request | None:
         """Return the next deferred request that is not late."""
-        return self._held[0].request if self._held else None
+        return self._deferred[0].request if self._deferred else None
 
     @property
-    def first_late(self) -> TrackedRequest | None:
+    def first_late(self) -> Request | None:
         """Return the next late request."""
         return self._late[0][2] if self._late else None
 
-    def num_ahead(self, request: TrackedRequest) -> int:
+    def num_ahead(self, request: Request) -> int:
         """Return how many deferred requests go before this one."""
-        if not request.is_held:
-            return len(self._held)
-        return next((place for place, held in enumerate(self._held) if held.request is request), 0)
+        if request.state is not State.QUEUED:
+            return len(self._deferred)
+        if any(late is request for _, _, late in self._late):
+            return 0
+        places = (place for place, each in enumerate(self._deferred) if each.request is request)
+        return next(places, len(self._deferred))
 
-    def takes(self, request: TrackedRequest, placed: Placed, now: float, *, in_time: bool = False) -> bool:
+    def defer(self, request: Request, placed: Placed, now: float, *, in_time: bool = False) -> bool:
         """Defer a request that no node has had and that could be placed like this, if that helps.
 
         Return whether the request is deferred. `in_time`: do not defer a request that is expected to wait too long.
@@ -183,71 +171,75 @@ class Holding:
         due = request.due
         if placed.is_timely or due is None or request.output or request.avoid:
             return False
-        until_s = request.timeline.start_s + SHARE * (due.first_s - request.timeline.start_s)
+        until_s = request.timeline.start_s + DEFERRAL_SHARE * (due.first_s - request.timeline.start_s)
         begins_s = now + placed.wait_s
-        held = _Held(request.priority, until_s, request.age, request, placed.prefill_s, due.first_s, begins_s)
-        if _is_over(held, placed.begins_s, now) or placed.begins_s == inf:
+        entry = _Deferred(request.priority, until_s, request.age, request, placed.prefill_s, due.first_s, begins_s)
+        if _is_over(entry, placed.begins_s, now) or placed.begins_s == inf:
             return False
         spare_s = (self._margin.factor - 1) * (until_s - now) if until_s < inf else 0.0
         if in_time and begins_s > until_s - spare_s:
             return False
-        insort(self._held, held)
-        request.note_held(now)
+        insort(self._deferred, entry)
+        self._enter_queue(request, now)
         return True
 
-    def urgent(self, placed: Placed, num_prefill_nodes: int, now: float) -> TrackedRequest | None:
+    def defer_late(self, request: Request, now: float) -> None:
+        """Defer a request as late, whether it was deferred before or not."""
+        self.remove(request)
+        insort(self._late, (request.priority, request.age, request))
+        request.is_late = True
+        self._enter_queue(request, now)
+
+    def urgent(self, placed: Placed, num_prefill_nodes: int, now: float) -> Request | None:
         """Return the request that must begin although it would make others late; None where all can wait longer.
 
         `placed` is the placement of the first request, and `num_prefill_nodes` the number of prefill nodes. Where a
         request can wait no longer, the first one of its priority in the queue begins."""
-        has_work = placed.begins_s - placed.prefill_s > LOOKS_EVERY_S
+        has_work = placed.begins_s - placed.prefill_s > TICK_S
         begins_s, first = 0.0, None
-        for held in self._held:
-            if first is None or first.priority < held.priority:
-                first = held
-            begins_s += held.prefill_s / num_prefill_nodes
-            if _is_over(held, 0.0 if has_work else begins_s, now):
+        for each in self._deferred:
+            if first is None or first.priority < each.priority:
+                first = each
+            begins_s += each.prefill_s / num_prefill_nodes
+            if _is_over(each, 0.0 if has_work else begins_s, now):
                 return first.request
         return None
-
-    def take_late(self, request: TrackedRequest, now: float) -> None:
-        """Defer a request as late, whether it was deferred before or not."""
-        self.let_go(request)
-        insort(self._late, (request.priority, request.age, request))
-        request.is_late = True
-        request.note_held(now)
 
     def may_late_begin(self, placed: Placed) -> bool:
         """Return whether the first late request, which could be placed like this, may begin."""
         return (placed.is_timely and placed.queue_s <= MAX_LATE_QUEUE_S) or self._num_owed >= 1
 
-    def begins(self, request: TrackedRequest) -> None:
+    def started(self, request: Request) -> None:
         """Note that a request begins, whether it was deferred or not."""
         if request.is_late:
             self._num_owed = max(0.0, self._num_owed - 1)
         elif self._late:
-            self._num_owed = min(1.0, self._num_owed + FLOOR)
-        self.let_go(request)
+            self._num_owed = min(1.0, self._num_owed + LATE_FLOOR)
+        self.remove(request)
 
-    def waited(self, request: TrackedRequest, now: float) -> None:
-        """Record how long a request was deferred that is to begin now, or to end in vain."""
-        held = next((each for each in self._held if each.request is request), None)
-        if held is not None and held.until_s < inf:
-            most_s = held.until_s - request.timeline.start_s
-            self._margin.note(most_s, most_s + now - held.begins_s)
+    def learn(self, request: Request, now: float) -> None:
+        """Learn from how long a request was deferred that is to begin now, or to end in vain."""
+        entry = next((each for each in self._deferred if each.request is request), None)
+        if entry is not None and entry.until_s < inf:
+            most_s = entry.until_s - request.timeline.start_s
+            self._margin.note(most_s, most_s + now - entry.begins_s)
 
-    def let_go(self, request: TrackedRequest) -> None:
+    def remove(self, request: Request) -> None:
         """Remove a request that begins or ends. A request that is not deferred is ignored."""
-        if request.is_held:
-            request.is_held = False
-            self._held = [held for held in self._held if held.request is not request]
+        if request.state is State.QUEUED and len(self):
+            self._deferred = [each for each in self._deferred if each.request is not request]
             self._late = [late for late in self._late if late[2] is not request]
 
+    def _enter_queue(self, request: Request, now: float) -> None:
+        request.enter(State.QUEUED, now)
+        if request.deferred_since_s is None:
+            request.deferred_since_s = now
 
-def _is_over(held: _Held, begins_s: float, now: float) -> bool:
+
+def _is_over(deferred: _Deferred, begins_s: float, now: float) -> bool:
     """Return whether a request can wait no longer if its prompt would be prefilled `begins_s` seconds from now."""
-    looks_s = now + LOOKS_EVERY_S
-    return looks_s >= held.until_s or looks_s + MARGIN * begins_s >= held.first_s
+    looks_s = now + TICK_S
+    return looks_s >= deferred.until_s or looks_s + PREFILL_SAFETY_FACTOR * begins_s >= deferred.first_s
 
 
 QUANTILE: Final = 0.85  # of the admitted requests attain their SLO
@@ -255,7 +247,7 @@ LATE_SHARE: Final = 0.05  # of its limit by which a request that a node refuses 
 MOST_SPARE: Final = 0.5  # of a limit: a larger margin would admit hardly any request to learn from
 FEWEST_TOKENS: Final = 8  # of an output from whose TPOT the margin learns
 SPARE_SLOTS: Final = 1  # running slots that late requests leave free on a node
-TURN_COMES_S: Final = 1.0  # before its turn a refused request gets a running slot reserved
+RETURN_COMES_S: Final = 1.0  # before its retry-after time a refused request gets a running slot reserved
 NUM_FIRST_TOKENS: Final = 32
 FEWEST_FIRST_TOKENS: Final = 8  # needed to measure how fast a queue moves
 
@@ -263,20 +255,22 @@ FEWEST_FIRST_TOKENS: Final = 8  # needed to measure how fast a queue moves
 class Admission:
     """Decide on new requests, and learn margins from the requests admitted."""
 
-    def __init__(self, *, admits_late: bool, max_queue_wait_s: float) -> None:
-        """Create an admission control without measurements.
+    def __init__(self, ledger: Ledger, *, admits_late: bool, max_queue_wait_s: float) -> None:
+        """Create an admission control without measurements and without deferred requests.
 
         `admits_late`: admit requests that would miss their SLO or make others miss theirs. `max_queue_wait_s`: the
         longest wait for the first token; 0 sets no limit.
         """
         self.admits_late: Final = admits_late
+        self.deferred = DeferredQueue()
+        self._ledger = ledger
         self._max_queue_wait_s = max_queue_wait_s
         self._ttft_margin = Margin(quantile=QUANTILE)  # error of predicted first tokens, as a share of their limits
         self._tpot_margin = Margin(1.0, QUANTILE)  # TPOT, as a share of the planned limit
-        self._turns = Turns()
-        self._queue = _Queue()
+        self._retries = RetryAfterEstimator()
+        self._first_tokens = _FirstTokenRate()
 
-    def planned_due(self, request: TrackedRequest) -> Due | None:
+    def planned_due(self, request: Request) -> Due | None:
         """Return the deadlines of a request that decisions plan for.
 
         The planned deadline of the first token is before the limit by the learned margin. A late request has none.
@@ -293,109 +287,166 @@ class Admission:
         """Return the factor by which the TPOT of outputs rarely exceeded the planned limit."""
         return min(1 + MOST_SPARE, self._tpot_margin.factor)
 
-    def is_hopeless(self, request: TrackedRequest, placed: Placed, now: float) -> bool:
+    # ---- decisions ----
+
+    def arrived(self, request: Request, now: float) -> None:
+        """Note whether a new request comes back at its retry-after time."""
+        if len(self._retries):  # otherwise the key, a hash of the whole prompt, is not needed
+            request.came_back = self._retries.returned(request.prompt.key, now)
+
+    def check_wait(self, request: Request, placed: Placed, num_waiting: int, now: float) -> None:
+        """Raise RequestError where a new request would wait too long for its first token.
+
+        `num_waiting` requests have no first token yet.
+        """
+        if request.output or (request.limits_first and not self.is_hopeless(request, placed, now)):
+            return  # the first token is in time, or the request goes after all others
+        is_queue = placed.is_full or len(self.deferred) > 0
+        self._check_wait(request, placed, num_waiting if is_queue else 0, now)
+
+    def defer(self, request: Request, placed: Placed, now: float) -> bool:
+        """Defer a request that could be placed like this, if that helps. Return whether it is deferred.
+
+        Idle nodes defer no request, and deferring does not help a prompt that cannot be prefilled by its deadline.
+        """
+        if self.is_idle(placed):
+            return False
+        is_hopeless = self._is_new(request) and self.is_hopeless(request, placed, now)
+        if is_hopeless and not self.admits_late:
+            return False
+        return self.deferred.defer(request, placed, now, in_time=not self.admits_late)
+
+    def admit(self, request: Request, placed: Placed, num_waiting: int, now: float) -> bool:
+        """Return whether a request may begin like this; else it is deferred as late.
+
+        Raise RequestError for a request that is refused, with its retry-after. Idle nodes take every request: no later
+        time would be better, and only running a request shows whether the estimates of these nodes are too slow.
+        """
+        if self.is_idle(placed):
+            return True
+        if not self.keeps_slos(request, placed, now):
+            self.expect(request, placed, now)
+            raise self.late_refusal(request, now, placed.wait_s)
+        if not self._is_new(request) or placed.num_late_beside <= 1:
+            return True
+        self._check_wait(request, placed, num_waiting, now)
+        self.deferred.defer_late(request, now)
+        return False
+
+    def keeps_slos(self, request: Request, placed: Placed, now: float) -> bool:
+        """Return whether a request may begin where it could be placed like this, as far as SLOs are concerned."""
+        is_new = request.due is not None and not request.num_restarts and not request.output
+        return self.admits_late or not is_new or (placed.is_timely and not self.is_hopeless(request, placed, now))
+
+    def is_idle(self, placed: Placed) -> bool:
+        """Return whether the nodes of a placement have nothing to do."""
+        return self._ledger.is_idle(placed.prefill_node) and self._ledger.is_idle(placed.decode_node)
+
+    def is_hopeless(self, request: Request, placed: Placed, now: float) -> bool:
         """Return whether a new request that could be placed like this cannot have its first token by the planned
         deadline."""
         due = self.planned_due(request)
         if due is None or request.output or due.first_s == inf:
             return False
-        return now + placed.least_prefill_s + self._kept_s(request, placed.least_prefill_s, now) > due.first_s
+        return now + placed.least_prefill_s + self._reserved_s(request, placed.least_prefill_s, now) > due.first_s
 
-    def arrives(self, request: TrackedRequest, now: float) -> None:
-        """Note whether a new request comes back at its retry-after time."""
-        if len(self._turns):  # otherwise the key, a hash of the whole prompt, is not needed
-            request.has_turn = self._turns.take(request.prompt.key, now)
-
-    def num_spare(self, request: TrackedRequest, now: float) -> int:
+    def num_spare(self, request: Request, now: float) -> int:
         """Return how many running slots a request must leave free for requests that come back and can be in time."""
         if request.is_late:
             return SPARE_SLOTS
         can_wait = self.admits_late or not request.limits_first
-        if can_wait or request.output or request.has_turn:
+        if can_wait or request.output or request.came_back:
             return 0
-        return round(self._turns.num_kept(now, TURN_COMES_S))
+        return round(self._retries.num_expected(now, RETURN_COMES_S))
 
-    def _kept_s(self, request: TrackedRequest, within_s: float, now: float) -> float:
+    def refusal(
+        self, reason: str, message: str, now: float, least_s: float = 0.0, request: Request | None = None
+    ) -> RequestError:
+        """Return the error of a refused request with its retry-after, `least_s` seconds at least."""
+        wait_s = self._retries.retry_after_s(now, least_s, None if request is None else request.prompt.key)
+        return RequestError(reason, f"{message}: try again in {wait_s:.1f} s", retry_after_s=f"{wait_s:.3f}")
+
+    def late_refusal(self, request: Request, now: float, least_s: float = 0.0, **seconds: float) -> RequestError:
+        """Return the error of a request whose SLO cannot be attained, with the predictions for it."""
+        message = "the limits of the request cannot be kept beside those of others"
+        refusal = self.refusal(reasons.WOULD_BE_LATE, message, now, least_s, request)
+        return with_expectation(refusal, request, **seconds)
+
+    def _check_wait(self, request: Request, placed: Placed, num_waiting: int, now: float) -> None:
+        """Raise RequestError where a request would wait too long behind `num_waiting` requests without a first
+        token."""
+        most_s = self._max_queue_wait_s
+        wait_s = max(placed.queue_s, self._first_tokens.wait_s(num_waiting, now))
+        wait_s += self._reserved_s(request, wait_s, now)
+        if most_s and wait_s > most_s:
+            message = f"the first token would come after {wait_s:.1f} s, the limit is {most_s:g} s"
+            raise self.refusal(reasons.QUEUE_FULL, message, now, wait_s - most_s, request)
+
+    def _is_new(self, request: Request) -> bool:
+        """Return whether the request has an SLO and no node has had it."""
+        return request.due is not None and not request.output and not request.avoid
+
+    def _reserved_s(self, request: Request, within_s: float, now: float) -> float:
         """Return the seconds of work that a request must leave for the requests that come back within `within_s`
         seconds."""
-        return 0.0 if request.has_turn else self._turns.kept_s(now, within_s)
+        return 0.0 if request.came_back else self._retries.reserved_s(now, within_s)
 
-    def predict(self, request: TrackedRequest, placed: Placed, now: float) -> None:
+    # ---- predictions, and what is learned from them ----
+
+    def predict(self, request: Request, placed: Placed, now: float) -> None:
         """Record when the first token of a request that begins now is expected, if that is known and in time."""
         is_timely = placed.is_timely and not request.num_restarts and not self.is_hopeless(request, placed, now)
         is_new = placed.least_prefill_s > 0 and not request.output
         request.predicted_first_s = now + placed.begins_s if is_timely and is_new else None
 
-    def expectation(self, request: TrackedRequest, placed: Placed, step_s: float, now: float) -> Expectation:
-        """Return the predictions for a new request that begins now. `step_s` is the decode step of its node with the
-        request."""
+    def expect(self, request: Request, placed: Placed, now: float) -> None:
+        """Record the predictions for a request with an SLO that begins now, and that no node has had."""
+        if not self._is_new(request) or request.expectation is not None or request.pooling is not None:
+            return
         due, planned = request.due, self.planned_due(request)
         is_known = placed.least_prefill_s > 0 and placed.begins_s < inf
         margin_s = 0.0
         if due is not None and planned is not None and planned.first_s < inf:
             margin_s = due.first_s - planned.first_s
-        return Expectation(
+        request.expectation = Expectation(
             expected_ttft_s=now + placed.begins_s - request.timeline.start_s if is_known else 0.0,
             expected_prefill_s=placed.prefill_s if is_known else 0.0,
             ttft_margin_s=margin_s,
-            expected_tpot_s=step_s,
-            deferred_s=0.0 if request.held_since_s is None else now - request.held_since_s,
+            expected_tpot_s=step_s(placed.decode_node, self._ledger, 1, len(request.prompt)),
+            deferred_s=0.0 if request.deferred_since_s is None else now - request.deferred_since_s,
         )
 
-    def first_token(self, request: TrackedRequest, num_waiting: int, now: float) -> None:
+    def first_token(self, request: Request, num_waiting: int, now: float) -> None:
         """Learn from the first token of a request, while `num_waiting` other requests wait for theirs."""
-        self._queue.migrated(num_waiting, now)
+        self._first_tokens.add(num_waiting, now)
         self._learn(request, now)
 
-    def refused_late(self, request: TrackedRequest, now: float) -> None:
+    def refused_late(self, request: Request, now: float) -> None:
         """Learn from a request that a node has refused because its first token would have come after its limit."""
         if request.slo is not None and (limit_s := request.slo.ttft_s) is not None:
             self._learn(request, max(now, request.timeline.start_s + limit_s * (1 + LATE_SHARE)))
 
-    def _learn(self, request: TrackedRequest, first_s: float) -> None:
+    def _learn(self, request: Request, first_s: float) -> None:
         predicted_s, slo = request.predicted_first_s, request.slo
         if predicted_s is not None and slo is not None and slo.ttft_s is not None:
             self._ttft_margin.note(slo.ttft_s, slo.ttft_s + first_s - predicted_s)
 
-    def ended(self, request: TrackedRequest, now: float) -> None:
+    def ended(self, request: Request, now: float) -> None:
         """Learn from the end of an admitted request."""
-        self._turns.ended(now)
+        self._retries.ended(now)
         slo, num_tokens = request.slo, len(request.output)
         if request.predicted_first_s is None or slo is None or slo.tpot_s is None or num_tokens < FEWEST_TOKENS:
             return
         self._tpot_margin.note(slo.tpot_s, request.timeline.tpot_s(num_tokens))
 
-    def check_wait(self, request: TrackedRequest, queue_s: float, num_waiting: int, now: float) -> None:
-        """Raise RequestError where a request would wait too long for its first token.
 
-        Before it are prompts that take `queue_s` seconds, and `num_waiting` requests without a first token.
-        """
-        most_s, wait_s = self._max_queue_wait_s, max(queue_s, self._queue.wait_s(num_waiting, now))
-        wait_s += self._kept_s(request, wait_s, now)
-        if most_s and wait_s > most_s:
-            message = f"the first token would come after {wait_s:.1f} s, the limit is {most_s:g} s"
-            raise self.refusal(reasons.QUEUE_FULL, message, now, wait_s - most_s, request)
-
-    def may_begin(self, request: TrackedRequest, placed: Placed, now: float) -> bool:
-        """Return whether a request may begin where it could be placed like this, as far as SLOs are concerned."""
-        is_new = request.due is not None and not request.num_restarts and not request.output
-        return self.admits_late or not is_new or (placed.is_timely and not self.is_hopeless(request, placed, now))
-
-    def refusal(
-        self, reason: str, message: str, now: float, least_s: float = 0.0, request: TrackedRequest | None = None
-    ) -> RequestError:
-        """Return the error of a refused request with its retry-after, `least_s` seconds at least."""
-        wait_s = self._turns.wait_s(now, least_s, None if request is None else request.prompt.key)
-        return RequestError(reason, f"{message}: try again in {wait_s:.1f} s", retry_after_s=f"{wait_s:.3f}")
-
-
-class _Queue:
+class _FirstTokenRate:
     """Measure how fast requests get their first tokens while others wait for theirs."""
 
     def __init__(self) -> None:
         self._times_s: deque[float] = deque(maxlen=NUM_FIRST_TOKENS)
 
-    def migrated(self, num_waiting: int, now: float) -> None:
+    def add(self, num_waiting: int, now: float) -> None:
         """Record a first token. While no other requests wait, the rate is that of arrivals, and the record is
         dropped."""
         if num_waiting:

@@ -20,50 +20,50 @@ from serving_core.node.prefix import BlockNames, child_name, hint_of, root_name
 from serving_core.slo import Due
 
 
-def num_leading(marks: Sequence[int], known: Container[int]) -> int:
-    """Return how many leading marks of a prompt are in `known`, which has with each mark all those before it."""
-    return bisect_left(marks, True, key=lambda mark: mark not in known)
+def num_leading(hashes: Sequence[int], known: Container[int]) -> int:
+    """Return how many leading hashes of a prompt are in `known`, which has with each hash all those before it."""
+    return bisect_left(hashes, True, key=lambda block_hash: block_hash not in known)
 
 
 @dataclass(slots=True)
-class Marks:
-    """Count the marks of several prompts (Prompt.marks): a prompt that has a mark has all those before it too."""
+class HashCounts:
+    """Count the block hashes of several prompts: a prompt that has one of them has all those before it too."""
 
-    num_repeated: int = 0  # marks of all prompts, less the distinct ones
+    num_repeated: int = 0  # hashes of all prompts, less the distinct ones
     _known: set[int] = field(default_factory=set)
-    _more: Counter[int] = field(default_factory=Counter)  # prompts beside the first that have the mark
+    _more: Counter[int] = field(default_factory=Counter)  # prompts beside the first that have the hash
 
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def __contains__(self, mark: object) -> bool:
-        return mark in self._known
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._known
 
-    def num_shared(self, marks: Sequence[int]) -> int:
-        """Return how many marks of one of the prompts another one has too."""
-        return num_leading(marks, self._more)
+    def num_shared(self, hashes: Sequence[int]) -> int:
+        """Return how many hashes of one of the prompts another one has too."""
+        return num_leading(hashes, self._more)
 
-    def num_spared(self, marks: Sequence[int]) -> float:
-        """Return how many marks of one of the prompts the others hold for it, if each mark is divided evenly among its
+    def num_spared(self, hashes: Sequence[int]) -> float:
+        """Return how many hashes of one of the prompts the others hold for it, if each is divided evenly among its
         prompts."""
-        shares = [self._more[mark] for mark in marks[: self.num_shared(marks)]]
+        shares = [self._more[block_hash] for block_hash in hashes[: self.num_shared(hashes)]]
         return sum(num_more / (num_more + 1) for num_more in shares)
 
-    def add(self, marks: Sequence[int]) -> None:
-        """Add the marks of one more prompt."""
-        num_known = num_leading(marks, self._known)
-        self._more.update(marks[:num_known])
-        self._known.update(marks)
+    def add(self, hashes: Sequence[int]) -> None:
+        """Add the hashes of one more prompt."""
+        num_known = num_leading(hashes, self._known)
+        self._more.update(hashes[:num_known])
+        self._known.update(hashes)
         self.num_repeated += num_known
 
-    def remove(self, marks: Sequence[int]) -> None:
-        """Remove the marks of one of the prompts."""
-        num_shared, more = self.num_shared(marks), self._more
-        for mark in marks[:num_shared]:
-            more[mark] -= 1
-            if not more[mark]:
-                del more[mark]
-        self._known.difference_update(marks[num_shared:])
+    def remove(self, hashes: Sequence[int]) -> None:
+        """Remove the hashes of one of the prompts."""
+        num_shared, more = self.num_shared(hashes), self._more
+        for block_hash in hashes[:num_shared]:
+            more[block_hash] -= 1
+            if not more[block_hash]:
+                del more[block_hash]
+        self._known.difference_update(hashes[num_shared:])
         self.num_repeated -= num_shared
 
 
@@ -86,7 +86,7 @@ class Prompt:
         self._names: BlockNames | None = None
         self._root = b""
         self._first: dict[bytes, int] = {}  # shortened hashes of the first block, by numerics id
-        self._marks: list[int] = []
+        self._block_hashes: list[int] = []
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -131,21 +131,21 @@ class Prompt:
                 return True
         return False
 
-    def marks(self, block_size: int) -> Sequence[int]:
+    def block_hashes(self, block_size: int) -> Sequence[int]:
         """Return a number for each full block that identifies all tokens up to its end, within this process."""
-        if not self._marks:
-            mark = hash((self.cache_salt, self.adapter))
+        if not self._block_hashes:
+            block_hash = hash((self.cache_salt, self.adapter))
             for start in range(0, len(self) // block_size * block_size, block_size):
-                mark = hash((mark, *self.token_ids[start : start + block_size]))
-                self._marks.append(mark)
-        return self._marks
+                block_hash = hash((block_hash, *self.token_ids[start : start + block_size]))
+                self._block_hashes.append(block_hash)
+        return self._block_hashes
 
-    def marks_shared(self, block_size: int) -> Sequence[int]:
-        """Return the marks of the blocks that a decode node may share between this request and others."""
-        return () if self._is_read_whole else self.marks(block_size)
+    def hashes_shared(self, block_size: int) -> Sequence[int]:
+        """Return the hashes of the blocks that a decode node may share between this request and others."""
+        return () if self._is_read_whole else self.block_hashes(block_size)
 
     def tokens_to_compute(self, node: Node, coming: Container[int] = ()) -> int:
-        """Return the tokens that the node would have to compute, given the blocks of the marks `coming`.
+        """Return the tokens that the node would have to compute, given the blocks of the hashes `coming`.
 
         Blocks are reused as a whole, and the last token is always computed for the first output token: with it the rest
         of its block.
@@ -154,11 +154,11 @@ class Prompt:
         num_shared = max(self.tokens_held(node), self.tokens_among(node, coming))
         return len(self) - min(num_shared, (len(self) - 1) // block_size * block_size)
 
-    def tokens_among(self, node: Node, marks: Container[int]) -> int:
-        """Return the leading tokens, in whole blocks, whose marks are among those of other prompts of the node."""
-        if self._is_read_whole or not marks or not node.shares_blocks:
+    def tokens_among(self, node: Node, hashes: Container[int]) -> int:
+        """Return the leading tokens, in whole blocks, whose hashes are among those of other prompts of the node."""
+        if self._is_read_whole or not hashes or not node.shares_blocks:
             return 0
-        return num_leading(self.marks(node.block_size), marks) * node.block_size
+        return num_leading(self.block_hashes(node.block_size), hashes) * node.block_size
 
 
 MAX_LENGTHS: Final = 256
@@ -166,7 +166,7 @@ MIN_LENGTHS: Final = 16
 MOST: Final = 0.75  # quantile of the recorded lengths that is expected
 
 
-class Lengths:
+class LengthEstimator:
     """Estimate output lengths from the outputs that ended by themselves."""
 
     def __init__(self) -> None:
@@ -191,6 +191,55 @@ class Lengths:
         if num_further < MIN_LENGTHS:
             return min(most, num_output) if num_output and len(self._sorted) >= MIN_LENGTHS else most
         return min(most, self._sorted[first + int(MOST * num_further)] - num_output)
+
+
+MAX_TIMES: Final = 32
+
+
+class RateEstimator:
+    """Measure the rate of one kind of event over its last MAX_TIMES occurrences."""
+
+    def __init__(self) -> None:
+        self._times: deque[tuple[float, float]] = deque(maxlen=MAX_TIMES)  # time and amount of each event
+
+    def add(self, now: float, amount: float = 1.0) -> None:
+        """Record an event: one, a part of one, or an amount of what is measured."""
+        self._times.append((now, amount))
+
+    def per_s(self, now: float) -> float:
+        """Return the amount per second; 0 before there are two events."""
+        if len(self._times) < 2:
+            return 0.0
+        first_s, first = self._times[0]
+        amount, seconds = sum(each for _, each in self._times) - first, now - first_s
+        return amount / seconds if seconds > 0 else 0.0
+
+
+class Arrivals(NamedTuple):
+    """The expected arrivals of requests with an SLO on TTFT: requests per second, and mean tokens to compute."""
+
+    per_s: float
+    num_tokens: float
+
+
+NO_ARRIVALS: Final = Arrivals(0.0, 0.0)
+
+
+class ArrivalEstimator:
+    """Measure the arrivals of requests with an SLO on TTFT."""
+
+    def __init__(self) -> None:
+        self._requests, self._tokens = RateEstimator(), RateEstimator()
+
+    def add(self, now: float, num_tokens: int) -> None:
+        """Record a new request that has `num_tokens` prompt tokens to compute."""
+        self._requests.add(now)
+        self._tokens.add(now, num_tokens)
+
+    def expected(self, now: float) -> Arrivals:
+        """Return the recent arrivals, as the prediction of those to come."""
+        per_s = self._requests.per_s(now)
+        return Arrivals(per_s, self._tokens.per_s(now) / per_s if per_s else 0.0)
 
 
 RECOUNT_S: Final = 0.1
@@ -220,15 +269,15 @@ class _Part:
     is_written: bool = False
     is_to_come: bool = False
     tokens_outgoing: int = 0
-    read: Sequence[int] = ()  # marks of the prompt that it prefills, or has prefilled and holds
-    held: Sequence[int] = ()  # marks of the blocks that it may share with other requests
+    read: Sequence[int] = ()  # hashes of the prompt that it prefills, or has prefilled and holds
+    held: Sequence[int] = ()  # hashes of the blocks that it may share with other requests
 
 
-class Owed(NamedTuple):
+class LimitedPart(NamedTuple):
     """Describe the part of a node in a request with an SLO.
 
     `num_to_compute` tokens of the prompt are to be prefilled here. `is_written`: the sequence is decoded here and holds
-    `tokens_held` tokens of the pool, with the marks `held`. `num_output` tokens have come, and `num_left` more are
+    `tokens_held` tokens of the pool, with the hashes `held`. `num_output` tokens have come, and `num_left` more are
     expected, at least 1. `is_to_come`: it has no token yet, and another node prefills it. `prefill node` is the node
     that still has to prefill the prompt."""
 
@@ -274,25 +323,25 @@ class _Request:
 
 
 class Ledger:
-    """Account for what every node has, by request. An attempt begins with `read` and `write`, on one node or on two."""
+    """Account for what every node has, by request. An attempt begins with `prefill` and `decode`."""
 
     def __init__(self) -> None:
-        self.lengths: Final = Lengths()  # estimates how many tokens will come
+        self.lengths: Final = LengthEstimator()  # estimates how many tokens will come
         self._requests: dict[str, _Request] = {}
         self._accounts: dict[Node, Account] = {}
         self._limited: dict[Node, dict[str, _Request]] = {}  # requests with an SLO, by node
         self._most_left: dict[Node, int] = {}
         self._uncounted: set[Node] = set()  # nodes whose _most_left is out of date
         self._counted_s = -inf  # when all nodes were last counted
-        self._read: dict[Node, Marks] = {}  # of all parts of the node, as `read` and `held` have them
-        self._held: dict[Node, Marks] = {}
+        self._read: dict[Node, HashCounts] = {}  # of all parts of the node, as `read` and `held` have them
+        self._held: dict[Node, HashCounts] = {}
 
     def of(self, node: Node) -> Account:
         """Return the account of a node. Use it at once and do not change it: it changes with the ledger."""
         return self._accounts.get(node, NOTHING)
 
-    def marks_read(self, node: Node) -> Container[int]:
-        """Return the marks of the prompts that a node prefills, or has prefilled and still holds. Use it at once.
+    def prefill_hashes(self, node: Node) -> Container[int]:
+        """Return the hashes of the prompts that a node prefills, or has prefilled and still holds. Use it at once.
 
         A prompt with the same beginning finds these blocks once it is prefilled (prefill_node/reading.py); the node
         reports them much later.
@@ -318,11 +367,11 @@ class Ledger:
         """Return the leading tokens of one more prompt that the node's pool has already."""
         return prompt.tokens_among(node, self._held.get(node, ()))
 
-    def tokens_alone(self, node: Node, owed: Owed) -> int:
+    def tokens_alone(self, node: Node, part: LimitedPart) -> int:
         """Return the pool tokens that become free when one of the node's sequences ends: those that no other request
         shares."""
-        num_shared = self._held[node].num_shared(owed.held) if owed.held and node.shares_blocks else 0
-        return owed.tokens_held - num_shared * node.block_size
+        num_shared = self._held[node].num_shared(part.held) if part.held and node.shares_blocks else 0
+        return part.tokens_held - num_shared * node.block_size
 
     def tokens_spared(self, request_id: str) -> float:
         """Return the tokens of a request that others hold for it, on the node where these are most.
@@ -345,9 +394,9 @@ class Ledger:
         seen: dict[Node, set[int]] = {node: set() for node, part in pairs if part.held and node.shares_blocks}
         num_tokens = 0
         for node, part in pairs:
-            if (marks := seen.get(node)) is not None:
-                num_seen = num_leading(part.held, marks)
-                marks.update(part.held[num_seen : self._held[node].num_shared(part.held)])
+            if (hashes := seen.get(node)) is not None:
+                num_seen = num_leading(part.held, hashes)
+                hashes.update(part.held[num_seen : self._held[node].num_shared(part.held)])
                 num_tokens += num_seen * node.block_size
         return num_tokens
 
@@ -356,12 +405,12 @@ class Ledger:
         """Return whether any request has an SLO."""
         return bool(self._limited)
 
-    def owed(self, node: Node) -> Iterator[Owed]:
+    def limited_parts(self, node: Node) -> Iterator[LimitedPart]:
         """Yield the node's part in each request with an SLO. Use it before the ledger changes."""
         for request in self._limited.get(node, {}).values():
             part = request.parts[node]
             assert request.due is not None
-            yield Owed(
+            yield LimitedPart(
                 part.tokens_to_compute,
                 part.tokens_held,
                 part.held,
@@ -392,7 +441,7 @@ class Ledger:
 
     # ---- events of the tracker ----
 
-    def owe(self, request_id: str, due: Due, num_output: int, most_left: int) -> None:
+    def set_due(self, request_id: str, due: Due, num_output: int, most_left: int) -> None:
         """Record the deadlines of the attempt that begins, its output tokens, and how many more are allowed."""
         request = self._requests.setdefault(request_id, _Request())
         request.due, request.num_output, request.allowed_output = due, num_output, num_output + most_left
@@ -403,21 +452,21 @@ class Ledger:
         num_left = self.lengths.left(request.num_output, request.allowed_output - request.num_output)
         request.most_output = request.num_output + num_left
 
-    def read(self, request_id: str, node: Node, num_tokens: int, marks: Sequence[int] = ()) -> None:
-        """Record that the node is to compute `num_tokens` tokens of the prompt with these marks (Prompt.marks)."""
+    def prefill(self, request_id: str, node: Node, num_tokens: int, hashes: Sequence[int] = ()) -> None:
+        """Record that the node is to compute `num_tokens` tokens of the prompt with these block hashes."""
         part = self._take(request_id, node)
-        _change(self._read, node, part.read, marks)
-        part.read = marks
+        _change(self._read, node, part.read, hashes)
+        part.read = hashes
         part.tokens_to_compute, part.is_to_come = num_tokens, False
         self._put(request_id, node, part)
 
-    def write(self, request_id: str, node: Node, num_tokens: int, marks: Sequence[int] = ()) -> None:
+    def decode(self, request_id: str, node: Node, num_tokens: int, hashes: Sequence[int] = ()) -> None:
         """Record that the node is to decode the sequence, which has `num_tokens` tokens when it starts there.
 
-        `marks` are those of the blocks that it may share with other requests on the node (Prompt.marks_shared).
+        `hashes` are those of the blocks that it may share with other requests on the node (Prompt.hashes_shared).
         """
         part = self._take(request_id, node)
-        self._hold(node, part, marks)
+        self._hold(node, part, hashes)
         has_first_token = self._requests[request_id].has_first_token
         part.tokens_held, part.tokens_outgoing, part.is_written = num_tokens, 0, True
         part.is_to_come = not part.tokens_to_compute and not has_first_token
@@ -453,19 +502,19 @@ class Ledger:
         request.parts[node].tokens_held += num_tokens
         self._accounts[node].tokens_held += num_tokens
 
-    def let_go(self, request_id: str, node: Node) -> None:
+    def release(self, request_id: str, node: Node) -> None:
         """Record that the node has no part in the request any more. A node without a part is ignored."""
         request = self._requests.get(request_id)
         if request is not None and node in request.parts:
             part = self._take(request_id, node)
-            self._forget_marks(node, part)
+            self._forget_hashes(node, part)
             self._put(request_id, node, _Part())
 
     def end(self, request_id: str) -> None:
         """Record that the attempt is over on every node. An unknown request is ignored."""
         request = self._requests.get(request_id, _Request())
         for node in list(request.parts):
-            self.let_go(request_id, node)
+            self.release(request_id, node)
         self._requests.pop(request_id, None)
 
     def check_integrity(self) -> None:
@@ -475,8 +524,8 @@ class Ledger:
             for node, part in request.parts.items():
                 _count(sums.setdefault(node, Account()), part, 1)
         assert sums == self._accounts, (sums, self._accounts)
-        read: dict[Node, Marks] = {}
-        held: dict[Node, Marks] = {}
+        read: dict[Node, HashCounts] = {}
+        held: dict[Node, HashCounts] = {}
         for request in self._requests.values():
             for node, part in request.parts.items():
                 _change(read, node, (), part.read)
@@ -504,15 +553,15 @@ class Ledger:
             self._note_limited(node, request_id)
             _count(account, part, 1)
         else:
-            self._forget_marks(node, part)
+            self._forget_hashes(node, part)
         if account == NOTHING:
             del self._accounts[node]
 
-    def _hold(self, node: Node, part: _Part, marks: Sequence[int]) -> None:
-        _change(self._held, node, part.held, marks)
-        part.held = marks
+    def _hold(self, node: Node, part: _Part, hashes: Sequence[int]) -> None:
+        _change(self._held, node, part.held, hashes)
+        part.held = hashes
 
-    def _forget_marks(self, node: Node, part: _Part) -> None:
+    def _forget_hashes(self, node: Node, part: _Part) -> None:
         _change(self._read, node, part.read, ())
         part.read = ()
         self._hold(node, part, ())
@@ -531,14 +580,14 @@ class Ledger:
                 del limited[node]
 
 
-def _change(marks: dict[Node, Marks], node: Node, old: Sequence[int], new: Sequence[int]) -> None:
-    """Replace the marks of one part on a node."""
+def _change(hashes: dict[Node, HashCounts], node: Node, old: Sequence[int], new: Sequence[int]) -> None:
+    """Replace the hashes of one part on a node."""
     if new:
-        marks.setdefault(node, Marks()).add(new)
+        hashes.setdefault(node, HashCounts()).add(new)
     if old:
-        marks[node].remove(old)
-        if not marks[node]:
-            del marks[node]
+        hashes[node].remove(old)
+        if not hashes[node]:
+            del hashes[node]
 
 
 def _count(account: Account, part: _Part, sign: int) -> None:

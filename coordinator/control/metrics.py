@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from coordinator.control.request import Phase
 from coordinator.control.slo import UNNAMED, AttainmentCounts, SloClass
-from coordinator.control.timeline import Phase
 from protos import inference_pb2
 from serving_core.figures import ANSWERS, TOKENS, Histogram
 
@@ -63,7 +63,7 @@ class Metrics:
         self.params_n.observe(num_answers)
         self.params_max_tokens.observe(max_tokens)
 
-    def prompt_read(self, num_tokens: int, num_cached_tokens: int) -> None:
+    def prompt_prefilled(self, num_tokens: int, num_cached_tokens: int) -> None:
         """Count a prompt that has its first token, with how many of its tokens were cached."""
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached_tokens
@@ -76,7 +76,7 @@ class Metrics:
         if num_tokens > 1:
             self.itl.observe(0.0, num_tokens - 1)
 
-    def kv_migrated(self, num_bytes: int, num_bytes_saved: int) -> None:
+    def kv_transferred(self, num_bytes: int, num_bytes_saved: int) -> None:
         """Count a complete KV transfer."""
         self.num_kv_bytes += num_bytes
         self.num_kv_bytes_saved += num_bytes_saved

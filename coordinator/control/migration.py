@@ -31,14 +31,22 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from coordinator.control.instructions import Instruction, MigrationOutcome, Send
-from coordinator.control.live import LiveAnswers, migration_ended
-from coordinator.control.load import Ledger
+from coordinator.control.instructions import (
+    Instruction,
+    MigrationOutcome,
+    Releases,
+    Send,
+    describe_sender,
+    job_of,
+    keep,
+    migration_ended,
+)
+from coordinator.control.load import Arrivals, Ledger
+from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import PARTS, Node, does, fitting, has_path
 from coordinator.control.placement.lateness import Lateness, spared, step_s
-from coordinator.control.placement.policy import Coming, Wanted
-from coordinator.control.request import Migration, MigrationStage, Releases, TrackedRequest, tell_sender
-from coordinator.control.timeline import Phase
+from coordinator.control.placement.policy import Wanted
+from coordinator.control.request import Migration, Request, State
 from protos import fleet_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
@@ -51,14 +59,14 @@ MIN_TOKENS_LEFT: Final = 8  # a request that is about to end finishes sooner whe
 RESERVE_TIMEOUT_S: Final = 5.0  # for the target's blocks, while the source decodes on
 
 
-def may_migrate(request: TrackedRequest, now: float, *, rest_s: float) -> bool:
+def may_migrate(request: Request, now: float, *, rest_s: float) -> bool:
     """Return whether the request is decoding and its last migration ended at least `rest_s` seconds ago."""
-    if request.timeline.phase is not Phase.DECODE or request.num_tokens_left < MIN_TOKENS_LEFT:
+    if request.state is not State.DECODING or request.num_tokens_left < MIN_TOKENS_LEFT:
         return False
-    return request.migration is None and (request.migrated_s is None or now - request.migrated_s >= rest_s)
+    return request.migrated_s is None or now - request.migrated_s >= rest_s
 
 
-def roomiest(request: TrackedRequest, nodes: Iterable[Node], ledger: Ledger) -> Node | None:
+def roomiest(request: Request, nodes: Iterable[Node], ledger: Ledger) -> Node | None:
     """Return the node with most room for a running request; None where no node can take it.
 
     A target must be ready, take KV transfers, have a running slot and blocks free now, and hold the whole request.
@@ -79,188 +87,149 @@ def roomiest(request: TrackedRequest, nodes: Iterable[Node], ledger: Ledger) -> 
 
 
 class Migrations:
-    """Start migrations and follow each one to its end."""
+    """Carry out migrations, from the choice of a target to the end."""
 
-    def __init__(self, live: LiveAnswers) -> None:
-        self._live = live
+    def __init__(self, ledger: Ledger, metrics: Metrics, releases: Releases) -> None:
+        self._ledger, self._metrics, self._releases = ledger, metrics, releases
 
-    def begin(self, request: TrackedRequest, target: Node, now: float) -> list[Instruction]:
+    def begin(self, request: Request, target: Node, now: float) -> list[Instruction]:
         """Start the migration of a request for which `may_migrate` is true."""
-        attempt = request.attempt
-        migration = Migration(
-            self._live.next_epoch(), attempt.decode, attempt.epoch, target, now, is_whole=_is_whole(request)
-        )
+        attempt, epoch = request.attempt, self._releases.next_epoch()
+        migration = Migration(epoch, attempt.decode, attempt.epoch, target, now, is_whole=_is_whole(request))
         request.migration = migration
-        self._live.ledger.write(
-            request.request_id, target, _num_tokens_needed(request), _marks_shared(request, migration)
-        )
+        request.enter(State.RESERVING_TARGET, now)
+        hashes = _hashes_shared(request, migration)
+        self._ledger.decode(request.request_id, target, _num_tokens_needed(request), hashes)
         reserve = fleet_pb2.Reserve(
-            job=request.job(migration.epoch, request.known, now),
+            job=job_of(request, migration.epoch, request.known, now),
             num_tokens_ahead=_num_tokens_ahead(request),
             is_whole=migration.is_whole,
         )
-        tell_sender(reserve, migration.source)
+        describe_sender(reserve, migration.source)
         return [Send(target, fleet_pb2.NodeCommand(reserve=reserve, attempt=reserve.job.attempt))]
 
-    def find(self, node: Node, attempt: fleet_pb2.Attempt) -> TrackedRequest | None:
-        """Return the request in whose migration this attempt of the node takes part, beside the current attempt."""
-        request = self._live.find(attempt.request_id)
-        migration = request.migration if request is not None else None
-        if migration is None:
-            return None
-        other = (
-            (migration.source, migration.source_epoch)
-            if migration.stage is MigrationStage.MIGRATED
-            else (migration.target, migration.epoch)
-        )
-        return request if other == (node, attempt.epoch) else None
-
-    def handle(self, request: TrackedRequest, kind: str, event: object, now: float) -> list[Instruction]:
-        """Handle an event about a request that `find` has returned."""
+    def target_reserved(self, request: Request, event: fleet_pb2.Reserved, now: float) -> list[Instruction]:
+        """Have the source send, as the target has reserved blocks."""
         migration = _migration_of(request)
-        match kind, migration.stage:
-            case (("failed" | "cancelled"), _):
-                return self._let_go(request, now)
-            case "reserved", MigrationStage.RESERVING:
-                assert isinstance(event, fleet_pb2.Reserved)
-                migration.stage = MigrationStage.MOVING
-                about = _source_attempt(request)
-                migrate = fleet_pb2.Migrate(attempt=about, descriptor=event.descriptor)
-                return [Send(migration.source, fleet_pb2.NodeCommand(migrate=migrate, attempt=about))]
-            case "committed", MigrationStage.MOVING:
-                assert isinstance(event, fleet_pb2.Committed)
-                return self._switch(request, event, now)
-            case "revoked", _ if migration.is_under_way:
-                return self._give_up(request, now)
-            case _:
-                return []
+        request.enter(State.MIGRATING, now)
+        about = fleet_pb2.Attempt(request_id=request.request_id, epoch=migration.source_epoch)
+        migrate = fleet_pb2.Migrate(attempt=about, descriptor=event.descriptor)
+        return [Send(migration.source, fleet_pb2.NodeCommand(migrate=migrate, attempt=about))]
 
-    def find_told_before(self, node: Node, token: fleet_pb2.SampledToken) -> TrackedRequest | None:
-        """Return the request of a token that the source sampled before the request migrated away from it."""
-        request = self._live.find(token.attempt.request_id)
-        migration = request.migration if request is not None else None
-        if migration is None or migration.stage is not MigrationStage.MIGRATED or token.index >= migration.next_index:
-            return None
-        return request if (node, token.attempt.epoch) == (migration.source, migration.source_epoch) else None
-
-    def on_source_failed(
-        self, request: TrackedRequest, event: fleet_pb2.MigrationFailed, now: float
-    ) -> list[Instruction]:
-        """Handle that the source cannot send. It may have stopped decoding, and then waits for Keep or Cancel."""
-        request.migrations_whole |= event.reason == reasons.PAIRING_MISMATCH
-        is_migrating = request.migration is not None and request.migration.stage is MigrationStage.MOVING
-        return self._give_up(request, now) if is_migrating else []
-
-    def _give_up(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """Abandon a migration: the target drops its part, and then the source is told to go on."""
-        migration = _migration_of(request)
-        instructions = [self._live.cancel(request, migration.target, migration.epoch, now), *self._off(request, now)]
-        if migration.stage is MigrationStage.MOVING:
-            migration.stage = MigrationStage.ABANDONED
-        else:
-            request.end_migration(now)
-        return instructions
-
-    def lose(self, request: TrackedRequest, node: Node, now: float) -> list[Instruction]:
-        """Handle the loss of a node that may have a part in the migration, beside its part in the current attempt."""
-        migration = request.migration
-        if migration is None:
-            return []
-        other = migration.source if migration.stage is MigrationStage.MIGRATED else migration.target
-        return self._let_go(request, now) if node is other else []
-
-    def tick(self, request: TrackedRequest, migration: Migration, now: float) -> list[Instruction]:
-        """Abandon a migration whose target has not reserved blocks within RESERVE_TIMEOUT_S."""
-        is_late = migration.stage is MigrationStage.RESERVING and now - migration.started_s >= RESERVE_TIMEOUT_S
-        return self._give_up(request, now) if is_late else []
-
-    def _let_go(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """Handle that the node beside the current attempt's holds nothing any more."""
-        migration = _migration_of(request)
-        if migration.stage is MigrationStage.MIGRATED:
-            return self._source_let_go(request, now)
-        instructions = self._off(request, now) if migration.is_under_way else []
-        request.end_migration(now)
-        return instructions if migration.stage is MigrationStage.RESERVING else [*instructions, keep(request)]
-
-    def _source_let_go(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        migration = _migration_of(request)
-        if len(request.output) < migration.next_index:
-            error = RequestError(reasons.WORKER_LOST, f"the {migration.source.kind} was lost")
-            return self._live.restart(request, migration.source, error, now)
-        migration.source_holds = False
-        request.settle_migration(now)
-        return []
-
-    def _switch(self, request: TrackedRequest, event: fleet_pb2.Committed, now: float) -> list[Instruction]:
-        """Make the target's attempt the current one."""
-        migration, live = _migration_of(request), self._live
-        instructions = live.release(request, now)
+    def target_committed(self, request: Request, event: fleet_pb2.Committed, now: float) -> list[Instruction]:
+        """Make the target's attempt the current one: it has all KV, and decodes on."""
+        migration, ledger, request_id = _migration_of(request), self._ledger, request.request_id
+        cancels = self._releases.cancel_attempt(request, now)
         request.attempt = replace(
-            request.attempt,
-            epoch=migration.epoch,
-            decode=migration.target,
-            prefill_holds=False,
-            decode_holds=True,
-            is_committed=True,
-            has_counted_kv=True,
+            request.attempt, epoch=migration.epoch, decode=migration.target, has_kv=True, has_counted_kv=True
         )
-        migration.stage, migration.next_index = MigrationStage.MIGRATED, event.next_index
+        request.attempt.holders = [migration.target]
+        migration.next_index = event.next_index
         request.timeline.placed(now, request.attempt.prefill.name, migration.target.name)
-        live.ledger.let_go(request.request_id, migration.source)
-        live.ledger.let_go(request.request_id, request.attempt.prefill)
-        live.ledger.write(request.request_id, migration.target, len(request.known), _marks_shared(request, migration))
-        request.num_moves += 1
+        request.enter(State.MIGRATED, now)
+        ledger.release(request_id, migration.source)
+        ledger.release(request_id, request.attempt.prefill)
+        ledger.decode(request_id, migration.target, len(request.known), _hashes_shared(request, migration))
+        request.num_migrations += 1
         request.num_kv_bytes += event.num_bytes
         request.num_kv_bytes_saved += event.num_bytes_saved
         request.num_migrated_kv_bytes += event.num_bytes
-        live.metrics.kv_migrated(event.num_bytes, event.num_bytes_saved)
-        return [*instructions, migration_ended(request, migration, MigrationOutcome.MIGRATED, now, event.num_bytes)]
+        self._metrics.kv_transferred(event.num_bytes, event.num_bytes_saved)
+        return [*cancels, migration_ended(request, migration, MigrationOutcome.MIGRATED, now, event.num_bytes)]
 
-    def _off(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """Record, once, that the migration will not happen."""
+    def give_up(self, request: Request, now: float) -> list[Instruction]:
+        """Abandon a migration before the commit: the target drops its part, and then the source decodes on."""
         migration = _migration_of(request)
-        self._live.ledger.let_go(request.request_id, migration.target)
-        is_refused = migration.stage is MigrationStage.RESERVING
+        cancel = self._releases.cancel(request, migration.target, migration.epoch, now)
+        instructions = [cancel, self._abandoned(request, now)]
+        if request.state is State.MIGRATING:
+            request.enter(State.ABORTING_MIGRATION, now)
+        else:
+            self._ended(request, now)
+        return instructions
+
+    def is_overdue(self, request: Request, now: float) -> bool:
+        """Return whether the target has not reserved blocks within RESERVE_TIMEOUT_S."""
+        return now - _migration_of(request).started_s >= RESERVE_TIMEOUT_S
+
+    def target_gone(self, request: Request, now: float) -> list[Instruction]:
+        """Handle that the target holds nothing of the request any more."""
+        was_aborting, is_stopped = (
+            request.state is State.ABORTING_MIGRATION,
+            request.state is not State.RESERVING_TARGET,
+        )
+        instructions = [] if was_aborting else [self._abandoned(request, now)]
+        self._ended(request, now)
+        return [*instructions, keep(request)] if is_stopped else instructions
+
+    def source_released(self, request: Request, now: float) -> None:
+        """Note that the source holds nothing of a request that the target decodes, and has sent all its tokens."""
+        _migration_of(request).is_source_released = True
+        self._settle(request, now)
+
+    def tokens_came(self, request: Request, first_index: int, last_index: int, gap_s: float, now: float) -> None:
+        """Record the pause of a MIGRATED request once: the gap before the first token of the target."""
+        migration = _migration_of(request)
+        if migration.has_resumed or last_index < migration.next_index:
+            return
+        migration.has_resumed = True
+        pause_s = gap_s if first_index == migration.next_index else 0.0
+        request.migration_pause_s += pause_s
+        self._metrics.migration_pause.observe(pause_s)
+        self._settle(request, now)
+
+    def drop(self, request: Request, now: float) -> list[Instruction]:
+        """Drop the migration of a request that leaves its nodes."""
+        migration, request.migration = _migration_of(request), None
+        if request.state not in (State.RESERVING_TARGET, State.MIGRATING):
+            return []
+        cancel = self._releases.cancel(request, migration.target, migration.epoch, now)
+        return [cancel, migration_ended(request, migration, MigrationOutcome.ENDED, now)]
+
+    def _settle(self, request: Request, now: float) -> None:
+        """End a migration once the source holds nothing and the target has sent a token."""
+        migration = _migration_of(request)
+        if migration.has_resumed and migration.is_source_released:
+            self._ended(request, now)
+
+    def _ended(self, request: Request, now: float) -> None:
+        request.migration, request.migrated_s = None, now
+        request.enter(State.DECODING, now)
+
+    def _abandoned(self, request: Request, now: float) -> Instruction:
+        """Return the record that the migration does not happen."""
+        migration = _migration_of(request)
+        self._ledger.release(request.request_id, migration.target)
+        is_refused = request.state is State.RESERVING_TARGET
         outcome = MigrationOutcome.REFUSED if is_refused else MigrationOutcome.FAILED
-        return [migration_ended(request, migration, outcome, now)]
+        return migration_ended(request, migration, outcome, now)
 
 
-def keep(request: TrackedRequest) -> Instruction:
-    """Return the command that tells the node of the current attempt to decode the request itself."""
-    about = fleet_pb2.Attempt(request_id=request.request_id, epoch=request.attempt.epoch)
-    return Send(request.attempt.decode, fleet_pb2.NodeCommand(keep=fleet_pb2.Keep(attempt=about), attempt=about))
-
-
-def _num_tokens_needed(request: TrackedRequest) -> int:
+def _num_tokens_needed(request: Request) -> int:
     """Return the tokens of room needed on the target: those known, and those that the source decodes meanwhile."""
     return len(request.prompt) + len(request.output) + _num_tokens_ahead(request)
 
 
-def _is_whole(request: TrackedRequest) -> bool:
+def _is_whole(request: Request) -> bool:
     """Return whether all blocks of a request travel, whatever its target has cached."""
     numerics_ids = request.attempt.decode.numerics_ids
-    return request.migrations_whole or not all(
+    return request.migrates_whole or not all(
         numerics_id == MIXED_NUMERICS or tells_bits(numerics_id) for numerics_id in numerics_ids
     )
 
 
-def _marks_shared(request: TrackedRequest, migration: Migration) -> Sequence[int]:
-    """Return the marks of the blocks that the target may share between this request and others."""
-    return () if migration.is_whole else request.prompt.marks_shared(migration.target.block_size)
+def _hashes_shared(request: Request, migration: Migration) -> Sequence[int]:
+    """Return the hashes of the blocks that the target may share between this request and others."""
+    return () if migration.is_whole else request.prompt.hashes_shared(migration.target.block_size)
 
 
-def _num_tokens_ahead(request: TrackedRequest) -> int:
+def _num_tokens_ahead(request: Request) -> int:
     return min(NUM_TOKENS_AHEAD, request.num_tokens_left)
 
 
-def _migration_of(request: TrackedRequest) -> Migration:
+def _migration_of(request: Request) -> Migration:
     assert request.migration is not None
     return request.migration
-
-
-def _source_attempt(request: TrackedRequest) -> fleet_pb2.Attempt:
-    return fleet_pb2.Attempt(request_id=request.request_id, epoch=_migration_of(request).source_epoch)
 
 
 MAX_DRAIN_MIGRATIONS: Final = 4  # migrations under way from one node to another
@@ -276,7 +245,7 @@ def check_target(node: Node, nodes: Collection[Node], *, embeds: bool = False) -
         raise RequestError(reasons.NO_OTHER_NODE, f"node {node.name} cannot drain: {what}")
 
 
-def num_left(node: Node, requests: Iterable[TrackedRequest], releases: Releases) -> int:
+def num_left(node: Node, requests: Iterable[Request], releases: Releases) -> int:
     """Return the number of requests that the node still has a part in.
 
     All requests of other nodes whose distributed KV it holds count as one.
@@ -285,20 +254,18 @@ def num_left(node: Node, requests: Iterable[TrackedRequest], releases: Releases)
     return sum(_has_part(node, request) for request in requests) + releases.count(node) + is_host
 
 
-def prompts_to_restart(requests: Iterable[TrackedRequest], nodes: Collection[Node]) -> Iterator[TrackedRequest]:
+def prompts_to_restart(requests: Iterable[Request], nodes: Collection[Node]) -> Iterator[Request]:
     """Yield the requests without a token that have a part on a draining node."""
     if all(node.is_ready for node in nodes):
         return
     for request in requests:
-        attempt = request.attempt
-        is_begun = attempt.has_first_token or attempt.early or (attempt.is_committed and not attempt.is_local)
-        if not is_begun and not all(node.is_ready for node in attempt.holders()):
+        if request.may_restart_unseen and not all(node.is_ready for node in request.attempt.holders):
             yield request
 
 
 def leaving_drained(
-    requests: Iterable[TrackedRequest], nodes: Collection[Node], ledger: Ledger, now: float
-) -> Iterator[tuple[TrackedRequest, Node]]:
+    requests: Iterable[Request], nodes: Collection[Node], ledger: Ledger, now: float
+) -> Iterator[tuple[Request, Node]]:
     """Yield the requests to migrate from draining nodes now, each with its target.
 
     The caller must start each migration before it asks for the next one.
@@ -319,10 +286,10 @@ def leaving_drained(
             yield request, target
 
 
-def _has_part(node: Node, request: TrackedRequest) -> bool:
-    migration = request.migration
-    is_target = migration is not None and migration.is_under_way and migration.target is node
-    return is_target or any(node is holder for holder in request.attempt.holders())
+def _has_part(node: Node, request: Request) -> bool:
+    migration = request.migration if request.state in (State.RESERVING_TARGET, State.MIGRATING) else None
+    is_target = migration is not None and migration.target is node
+    return is_target or node in request.attempt.holders
 
 
 WAIT_S: Final = 0.5
@@ -330,8 +297,8 @@ REST_S: Final = 10.0
 
 
 def leaving_full(
-    requests: Iterable[TrackedRequest], nodes: Collection[Node], ledger: Ledger, now: float
-) -> Iterator[tuple[TrackedRequest, Node]]:
+    requests: Iterable[Request], nodes: Collection[Node], ledger: Ledger, now: float
+) -> Iterator[tuple[Request, Node]]:
     """Yield the requests to migrate from full nodes now, each with its target.
 
     The caller must start each migration before it asks for the next one.
@@ -353,7 +320,7 @@ def leaving_full(
             yield youngest, target
 
 
-def migrating(requests: Iterable[TrackedRequest]) -> set[Node]:
+def migrating(requests: Iterable[Request]) -> set[Node]:
     """Return the sources and targets of all migrations under way."""
     return {
         node
@@ -363,17 +330,16 @@ def migrating(requests: Iterable[TrackedRequest]) -> set[Node]:
     }
 
 
-def _waits(request: TrackedRequest, now: float) -> bool:
-    since_s = request.attempt.waits_since_s
-    return since_s is not None and now - since_s >= WAIT_S
+def _waits(request: Request, now: float) -> bool:
+    return request.state is State.WAITING_FOR_BLOCKS and now - request.entered_s >= WAIT_S
 
 
 def leaving_late(
-    requests: Iterable[TrackedRequest], nodes: Collection[Node], ledger: Ledger, now: float, coming: Coming
-) -> Iterator[tuple[TrackedRequest, Node]]:
+    requests: Iterable[Request], nodes: Collection[Node], ledger: Ledger, now: float, arrivals: Arrivals
+) -> Iterator[tuple[Request, Node]]:
     """Yield the requests to migrate from late nodes now, each with its target.
 
-    The caller must start each migration before it asks for the next one. `coming` describes the requests that are
+    The caller must start each migration before it asks for the next one. `arrivals` describes the requests that are
     expected.
     """
     if not ledger.has_limits or len(nodes) < 2:
@@ -383,7 +349,7 @@ def leaving_late(
     for source in nodes:
         if source in busy:
             continue
-        look = _Look(ledger, now, coming, spared(nodes, ledger, now))
+        look = _Look(ledger, now, arrivals, spared(nodes, ledger, now))
         late = look.late(requests, source)
         for request in late:
             free = [node for node in nodes if node is not source and node not in busy]
@@ -399,10 +365,10 @@ class _Look:
 
     ledger: Ledger
     now: float
-    coming: Coming
+    arrivals: Arrivals
     spared: Node | None
 
-    def late(self, requests: Iterable[TrackedRequest], source: Node) -> list[TrackedRequest]:
+    def late(self, requests: Iterable[Request], source: Node) -> list[Request]:
         """Return the requests that fall behind on a node and will miss their SLO there, the one least behind first."""
         now_s = step_s(source, self.ledger)
         late = [
@@ -414,12 +380,12 @@ class _Look:
         ]
         return [each for each, due in sorted(late, key=lambda pair: -pair[1].token_s(len(pair[0].output)))]
 
-    def relief(self, request: TrackedRequest, num_late: int, free: list[Node]) -> Node | None:
+    def relief(self, request: Request, num_late: int, free: list[Node]) -> Node | None:
         """Return a node on which the request, one of `num_late` late ones, would be in time and make no other late."""
         due, known = request.due, request.known
         assert due is not None
         num_output = len(request.output)
-        wanted = Wanted(known, request.max_tokens, due=due, num_output=num_output, coming=self.coming)
+        wanted = Wanted(known, request.max_tokens, due=due, num_output=num_output, arrivals=self.arrivals)
         lateness = Lateness(self.ledger, wanted, self.now)
 
         def relieves(node: Node) -> bool:
@@ -430,7 +396,7 @@ class _Look:
         able = [node for node in free if relieves(node)]
         return roomiest(request, able, self.ledger)
 
-    def _is_in_time(self, request: TrackedRequest, due: Due, each_s: float) -> bool:
+    def _is_in_time(self, request: Request, due: Due, each_s: float) -> bool:
         """Return whether the last token could be in time if each step takes `each_s`."""
         last = request.sampling.max_tokens - 1
         return self.now + request.num_tokens_left * each_s <= due.token_s(last)

@@ -154,7 +154,7 @@ class Node:
     has_reported: bool = False  # whether a heartbeat has come
     is_stopping: bool = False  # reported by the node
     is_drained: bool = False  # by an operator's order
-    num_tokens_written: int = 0  # output tokens reported in steps
+    num_generated_tokens: int = 0  # output tokens reported in steps
     # Shortened block hashes (`serving_core.node.prefix.hint_of`) of the full blocks that the node reports to hold,
     # at most num_blocks + num_tier_blocks.
     hints: set[int] = field(default_factory=set)
@@ -385,7 +385,9 @@ class Registry:
     def _changed(self) -> None:
         """Compute what follows from the set of nodes, their states and their shapes."""
         for node in self.nodes:
-            node.set_reach(node.pool_tokens + sum(host.hello.remote_kvs.num_tokens for host in self.hosts_of(node)))
+            node.set_reach(
+                node.pool_tokens + sum(host.hello.remote_kvs.num_tokens for host in self.kv_holders_of(node))
+            )
         self.capacity = self._capacity()
 
     def _capacity(self) -> Capacity:
@@ -400,7 +402,7 @@ class Registry:
             adapters=None if self.adapters is None else tuple(self.adapters),
         )
 
-    def hosts_of(self, node: Node) -> list[Node]:
+    def kv_holders_of(self, node: Node) -> list[Node]:
         """Return the KV holders that a node's requests may use, the one with most free blocks first.
 
         Only a node that does both prefill and decode has KV holders, and only nodes whose outputs are bit-identical to

@@ -1,84 +1,155 @@
-"""Carry out remote prefix fetches: a prefill node gets blocks of a prompt from another node's prefix cache. Pure.
+"""Carry out remote prefix fetches, and estimate how long they take. Pure.
 
-Placement chooses the source of the fetch (coordinator/control/placement/costs.py), and the Job names it to the prefill
-node. When that node has reserved blocks it sends Borrowing, whose transfer descriptor goes to the source with the
-tokens (Lend). Borrowed ends the fetch, whatever its outcome, and tokens that have not come are computed. Where the
-source has nothing to send or is lost, the prefill node is told at once, by a Cancel with the fetch's epoch. The end of
-a fetch never ends the request.
+In a remote prefix fetch a prefill node gets blocks of a prompt from another node's prefix cache. Placement chooses the
+source (coordinator/control/placement/costs.py), and the Job names it to the prefill node. When that node has reserved
+blocks it sends PrefixFetchBegun, whose transfer descriptor goes to the source with the tokens (SendPrefix).
+PrefixFetchEnded ends the fetch, whatever its outcome, and tokens that have not come are computed. Where the source has
+nothing to send or is lost, the prefill node is told at once, by a Cancel with the fetch's epoch. The end of a fetch
+never ends the request.
 """
 
-from typing import Any, Final
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Final, NamedTuple
 
-from coordinator.control.instructions import Instruction, Send
-from coordinator.control.live import LiveAnswers
-from coordinator.control.nodes import Node
-from coordinator.control.request import PrefixFetch, TrackedRequest
+from coordinator.control.instructions import Instruction, Releases, Send
+from coordinator.control.metrics import Metrics
+from coordinator.control.nodes import Registry
+from coordinator.control.request import Request, State
 from protos import fleet_pb2
-from serving_core.node import requests as node_requests
 
-EVENTS: Final = ("prefix_fetch_begun", "prefix_fetch_ended")
+AUTO: Final = "auto"
+ALWAYS: Final = "always"
+NEVER: Final = "never"
+PREFIX_FETCHES: Final = (AUTO, ALWAYS, NEVER)
+
+MAX_PREFIX_FETCHES: Final = 7  # samples kept for a pair of nodes
+MIN_PREFIX_FETCHES: Final = 3
+MAX_PREFIX_FETCH_AGE_S: Final = 120.0
+UNMEASURED_S: Final = 0.01  # assumed duration of a fetch between nodes without samples
+MIN_PATIENCE_S: Final = 0.25
+PATIENCE_S: Final = 10.0  # with ALWAYS, where costs are not compared
+
+Pair = tuple[str, str]
+"""The names of the source and of the prefill node of a remote prefix fetch."""
 
 
-class PrefixSends:
-    """Track the remote prefix fetches of live requests."""
+class Sample(NamedTuple):
+    """One remote prefix fetch: `num_tokens` tokens came in `seconds` seconds."""
 
-    def __init__(self, live: LiveAnswers) -> None:
-        self._live = live
+    at_s: float
+    num_tokens: int
+    seconds: float
 
-    def find(self, node: Node, attempt: node_requests.Attempt) -> TrackedRequest | None:
-        """Return the request for which this node is the source of a remote prefix fetch with this epoch."""
-        request = self._live.find(attempt.request_id)
-        prefix_fetch = None if request is None or request.is_waiting else request.attempt.prefix_fetch
-        is_it = prefix_fetch is not None and prefix_fetch.epoch == attempt.epoch and prefix_fetch.source is node
-        return request if is_it else None
 
-    def handle(self, request: TrackedRequest, node: Node, kind: str, body: Any, now: float) -> list[Instruction]:
-        """Handle one of EVENTS, which the prefill node of the current attempt has sent."""
-        if request.attempt.prefix_fetch is None or node is not request.attempt.prefill:
+@dataclass(frozen=True, slots=True)
+class PrefixFetchEstimates:
+    """Estimate remote prefix fetches between pairs of nodes from recent ones."""
+
+    fetches: str = NEVER
+    samples: Mapping[Pair, Sequence[Sample]] = field(default_factory=dict)
+
+    def seconds(self, pair: Pair, num_tokens: int) -> float:
+        """Return the seconds of a fetch of `num_tokens` tokens.
+
+        A longer fetch than a measured one counts in proportion and a shorter one as long as that: the estimate is never
+        below a measurement.
+        """
+        if self.fetches == ALWAYS:
+            return 0.0
+        known = self.samples.get(pair, ())
+        if len(known) < MIN_PREFIX_FETCHES:
+            return UNMEASURED_S
+        return median(each.seconds * max(1.0, num_tokens / each.num_tokens) for each in known)
+
+    def is_worth(self, pair: Pair, num_tokens: int, computed_s: float) -> bool:
+        """Return whether to fetch `num_tokens` tokens that would take `computed_s` seconds to compute."""
+        if self.fetches == NEVER or num_tokens <= 0:
+            return False
+        return self.fetches == ALWAYS or self.seconds(pair, num_tokens) < computed_s
+
+    def patience_s(self, computed_s: float) -> float:
+        """Return how long, in seconds, to wait for a fetch."""
+        return PATIENCE_S if self.fetches == ALWAYS else max(MIN_PATIENCE_S, computed_s)
+
+
+class PrefixFetchEstimator:
+    """Measure remote prefix fetches as they happen.
+
+    Samples expire, and fewer than MIN_PREFIX_FETCHES samples count as none: otherwise a few slow fetches, as when
+    connections are made, would stop all fetches, and no later one could show that they have become faster."""
+
+    def __init__(self, fetches: str = NEVER) -> None:
+        """Start without samples. `fetches`: one of PREFIX_FETCHES."""
+        self._fetches = fetches
+        self._samples: dict[Pair, deque[Sample]] = {}
+
+    def ended(self, pair: Pair, num_tokens: int, seconds: float, now: float) -> None:
+        """Record a fetch of `num_tokens` tokens, which have come in this time or should have."""
+        if num_tokens > 0:
+            self._drop_old(now)
+            samples = self._samples.setdefault(pair, deque(maxlen=MAX_PREFIX_FETCHES))
+            samples.append(Sample(now, num_tokens, max(0.0, seconds)))
+
+    def estimates(self, now: float) -> PrefixFetchEstimates:
+        """Return the present estimates. Use them at once: they change with the samples."""
+        self._drop_old(now)
+        return PrefixFetchEstimates(self._fetches, self._samples)
+
+    def _drop_old(self, now: float) -> None:
+        for pair, samples in list(self._samples.items()):
+            while samples and now - samples[0].at_s > MAX_PREFIX_FETCH_AGE_S:
+                samples.popleft()
+            if not samples:
+                del self._samples[pair]
+
+
+class PrefixFetches:
+    """Follow the remote prefix fetches of requests on nodes."""
+
+    def __init__(
+        self, registry: Registry, metrics: Metrics, releases: Releases, estimator: PrefixFetchEstimator
+    ) -> None:
+        self._registry, self._metrics = registry, metrics
+        self._releases, self._estimator = releases, estimator
+
+    def begun(self, request: Request, event: fleet_pb2.PrefixFetchBegun, now: float) -> list[Instruction]:
+        """Handle that the prefill node has reserved blocks: the source is to send."""
+        fetch, prompt = request.attempt.prefix_fetch, request.known
+        if fetch is None:
             return []
-        if kind == "prefix_fetch_begun":
-            return self._on_prefix_fetch_begun(request, request.attempt.prefix_fetch, body, now)
-        return self._on_prefix_fetch_ended(request, request.attempt.prefix_fetch, body, now)
-
-    def lost(self, request: TrackedRequest, now: float) -> list[Instruction]:
-        """Tell the prefill node to go on without the fetch: its source sends nothing, or no more."""
-        attempt = request.attempt
-        holds = attempt.decode_holds if attempt.is_local else attempt.prefill_holds
-        if attempt.prefix_fetch is None or attempt.has_first_token or not holds:
-            return []
-        return [self._live.cancel(request, attempt.prefill, attempt.prefix_fetch.epoch, now)]
-
-    def lose(self, request: TrackedRequest, node: Node, now: float) -> list[Instruction]:
-        """Handle the loss of a node that may be the source of the request's fetch."""
-        prefix_fetch = request.attempt.prefix_fetch if request in self._live else None
-        return self.lost(request, now) if prefix_fetch is not None and prefix_fetch.source is node else []
-
-    def _on_prefix_fetch_begun(
-        self, request: TrackedRequest, prefix_fetch: PrefixFetch, event: fleet_pb2.PrefixFetchBegun, now: float
-    ) -> list[Instruction]:
-        if prefix_fetch.source not in self._live.registry.nodes:
-            return self.lost(request, now)
-        prompt = request.known
-        request.attempt.is_lent = True
-        about = fleet_pb2.Attempt(request_id=request.request_id, epoch=prefix_fetch.epoch)
+        if fetch.source not in self._registry:
+            return self.source_lost(request, now)
+        request.attempt.prefix_fetch = replace(fetch, has_begun=True)
+        about = fleet_pb2.Attempt(request_id=request.request_id, epoch=fetch.epoch)
         send_prefix = fleet_pb2.SendPrefix(
             attempt=about,
             descriptor=event.descriptor,
-            token_ids=prompt.token_ids[: prefix_fetch.num_tokens],
+            token_ids=prompt.token_ids[: fetch.num_tokens],
             cache_salt=prompt.cache_salt,
             adapter=prompt.adapter,
         )
-        return [Send(prefix_fetch.source, fleet_pb2.NodeCommand(send_prefix=send_prefix, attempt=about))]
+        return [Send(fetch.source, fleet_pb2.NodeCommand(send_prefix=send_prefix, attempt=about))]
 
-    def _on_prefix_fetch_ended(
-        self, request: TrackedRequest, prefix_fetch: PrefixFetch, event: fleet_pb2.PrefixFetchEnded, now: float
-    ) -> list[Instruction]:
-        attempt, metrics = request.attempt, self._live.metrics
+    def ended(self, request: Request, event: fleet_pb2.PrefixFetchEnded, now: float) -> list[Instruction]:
+        """Handle the end of a fetch, whatever its outcome."""
+        attempt, fetch = request.attempt, request.attempt.prefix_fetch
+        if fetch is None:
+            return []
         attempt.prefix_fetch = None
         num_tokens = event.num_blocks * attempt.prefill.block_size
-        pair = prefix_fetch.source.name, attempt.prefill.name
-        self._live.handover.prefix_fetches.ended(pair, num_tokens or prefix_fetch.num_fetched, event.seconds, now)
-        request.loan_s += event.seconds
-        request.lent_kv_bytes += event.num_bytes
-        metrics.prefix_fetch_ended(event.num_blocks, event.num_bytes, event.seconds)
+        pair = fetch.source.name, attempt.prefill.name
+        self._estimator.ended(pair, num_tokens or fetch.num_fetched, event.seconds, now)
+        request.prefix_fetch_s += event.seconds
+        request.num_fetched_kv_bytes += event.num_bytes
+        self._metrics.prefix_fetch_ended(event.num_blocks, event.num_bytes, event.seconds)
         return []
+
+    def source_lost(self, request: Request, now: float) -> list[Instruction]:
+        """Tell the prefill node to go on without the fetch: its source sends nothing, or no more."""
+        attempt, fetch = request.attempt, request.attempt.prefix_fetch
+        if fetch is None or request.state is not State.PREFILLING or attempt.prefill not in attempt.holders:
+            return []
+        return [self._releases.cancel(request, attempt.prefill, fetch.epoch, now)]

@@ -1,20 +1,176 @@
-"""Keep the state of a request: its current attempt, its migration, and the attempts that nodes have yet to release.
-Pure."""
+"""Define the coordinator's request: one sequence from its arrival to its one end, and its attempts. Pure.
+
+A request is in one State. Its data of one state exist in that state alone: an Attempt while nodes have the request, a
+Wait while it waits for nodes, a Migration in the four states of migrations. The transitions, and the events that cause
+them, are a table in coordinator/control/scheduler.py. A Timeline records the phases for clients, logs and metrics;
+nothing is decided by it.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Final, NamedTuple
+from enum import Enum, IntEnum, auto
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
 
 from coordinator.control.load import Prompt
 from coordinator.control.nodes import Node
 from coordinator.control.slo import Expectation, Slo
-from coordinator.control.timeline import Phase, Timeline
 from protos import fleet_pb2, inference_pb2
-from protos.convert import due_to_wire, job_to_wire
-from serving_core.requests import Pooling, Request, SamplingParams
+from serving_core.requests import Pooling, SamplingParams
 from serving_core.slo import Due
+
+
+class State(IntEnum):
+    """The states of a request, in the order of its way."""
+
+    QUEUED = auto()  # no node has it: it is new, or admission control defers it
+    WAITING_FOR_NODES = auto()  # no node can take it now
+    PREFILLING = auto()  # its nodes have it; this attempt has no token yet
+    WAITING_FOR_BLOCKS = auto()  # it has its first token, and the decode node has no blocks for it
+    TRANSFERRING = auto()  # the decode node has reserved blocks, and lacks KV
+    DECODE_QUEUED = auto()  # the decode node has the KV, and has sent no token
+    DECODING = auto()
+    RESERVING_TARGET = auto()  # it decodes; the target of its migration has no blocks for it yet
+    MIGRATING = auto()  # it decodes; the source of the migration sends KV to the target
+    ABORTING_MIGRATION = auto()  # the target drops its part, and then the source decodes on
+    MIGRATED = auto()  # the target decodes; the source's last tokens or its release, or the target's first, are to come
+    FINISHED = auto()
+
+
+ON_NODES: Final = frozenset(State) - {State.QUEUED, State.WAITING_FOR_NODES, State.FINISHED}
+IN_MIGRATION: Final = frozenset((State.RESERVING_TARGET, State.MIGRATING, State.ABORTING_MIGRATION, State.MIGRATED))
+
+
+MAX_MARKS: Final = 64  # per timeline: about twenty restarts or migrations
+
+
+class Phase(Enum):
+    """The phase of a request; the values are the fields of the Timeline message, less their _s.
+
+    Where one node does both prefill and decode, there is neither CREDIT_WAIT nor TRANSFER: the wait for blocks is part
+    of PREFILL_QUEUE.
+    """
+
+    PREFILL_QUEUE = "prefill_queue"
+    PREFILL = "prefill"
+    CREDIT_WAIT = "credit_wait"
+    TRANSFER = "transfer"
+    DECODE_QUEUE = "decode_queue"
+    DECODE = "decode"
+
+
+class Mark(NamedTuple):
+    """The start of a phase: from here on the request is in it, on this prefill node and this decode node."""
+
+    at_s: float
+    phase: Phase
+    prefill_node: str = ""
+    decode_node: str = ""
+    attempt: int = 0  # number of the attempt, from 1; the last one's while no node has the request
+
+
+class Timeline:
+    """Record the phases of a request.
+
+    A request is in exactly one phase at any time, so the phases add up to its whole time. The seconds of a phase that
+    is entered again, after a migration or a restart, add up too.
+    """
+
+    def __init__(self, start_s: float, first_token_s: float | None = None) -> None:
+        """Start in PREFILL_QUEUE. `first_token_s` is set for an output whose first token an earlier call has
+        returned."""
+        self.phase = Phase.PREFILL_QUEUE
+        self._start_s = self._entered_s = start_s
+        self._first_token_s = first_token_s
+        self._last_token_s = start_s
+        self._seconds = dict.fromkeys(Phase, 0.0)
+        self._marks = [Mark(start_s, self.phase)]
+        self._num_attempts = 0
+        self.failures: dict[int, str] = {}  # reasons of failed attempts, by number
+
+    def enter(self, phase: Phase, now: float, *, ago_s: float = 0.0) -> None:
+        """End the current phase and start another, `ago_s` before now, though never before the current one began."""
+        at_s = max(self._entered_s, min(now, now - ago_s))
+        self._seconds[self.phase] += at_s - self._entered_s
+        self.phase, self._entered_s = phase, at_s
+        self._mark(self._marks[-1]._replace(at_s=at_s, phase=phase))
+
+    def placed(self, now: float, prefill_node: str = "", decode_node: str = "", *, begins: bool = False) -> None:
+        """Record the nodes that have the request from now on; empty names for none. `begins`: with a new attempt."""
+        self._num_attempts += begins
+        self._mark(Mark(now, self.phase, prefill_node, decode_node, self._num_attempts))
+
+    def failed(self, reason: str) -> None:
+        """Record why the last attempt failed."""
+        if len(self.failures) < MAX_MARKS:
+            self.failures[self._num_attempts] = reason
+
+    def _mark(self, mark: Mark) -> None:
+        last = self._marks[-1]
+        if mark[1:] == last[1:]:
+            return
+        if mark.at_s <= last.at_s:
+            mark = mark._replace(at_s=last.at_s)
+            self._marks.pop()
+        elif len(self._marks) >= MAX_MARKS:
+            self._marks.pop()  # the span before is extended
+        self._marks.append(mark)
+
+    def spans(self, now: float) -> Iterator[tuple[Mark, float]]:
+        """Yield the phases up to now, each with its end."""
+        for mark, following in pairwise([*self._marks, Mark(now, self.phase)]):
+            if following.at_s > mark.at_s:
+                yield mark, following.at_s
+
+    @property
+    def start_s(self) -> float:
+        return self._start_s
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Return when the first token came; None before."""
+        return self._first_token_s
+
+    @property
+    def ttft_s(self) -> float:
+        """Return the TTFT; 0 before the first token, and where an earlier call has returned it."""
+        return 0.0 if self._first_token_s is None else max(0.0, self._first_token_s - self._start_s)
+
+    def tpot_s(self, num_tokens: int) -> float:
+        """Return the mean time per token after the first, of `num_tokens` tokens; 0 with fewer than two."""
+        first_s = self._first_token_s
+        return (self._last_token_s - first_s) / (num_tokens - 1) if first_s is not None and num_tokens > 1 else 0.0
+
+    def tokens(self, now: float) -> float:
+        """Record tokens that came now. Return the seconds since the tokens before, or since the start."""
+        if self._first_token_s is None:
+            self._first_token_s = now
+        gap_s, self._last_token_s = now - self._last_token_s, now
+        return gap_s
+
+    def to_wire(self, now: float, **others: Any) -> inference_pb2.Timeline:
+        """Return the Timeline message of a request that ends now. `others` are its fields beside the times."""
+        self.enter(self.phase, now)
+        seconds: dict[str, Any] = {f"{phase.value}_s": spent_s for phase, spent_s in self._seconds.items()}
+        return inference_pb2.Timeline(
+            **seconds,
+            e2e_s=sum(self._seconds.values()),
+            ttft_s=self.ttft_s,
+            **others,
+        )
+
+
+PHASES: Final = {
+    State.QUEUED: Phase.PREFILL_QUEUE,
+    State.WAITING_FOR_NODES: Phase.PREFILL_QUEUE,
+    State.PREFILLING: Phase.PREFILL_QUEUE,  # how long the prefill took is known when it is over
+    State.WAITING_FOR_BLOCKS: Phase.CREDIT_WAIT,
+    State.TRANSFERRING: Phase.TRANSFER,
+    State.DECODE_QUEUED: Phase.DECODE_QUEUE,
+    State.DECODING: Phase.DECODE,
+    **dict.fromkeys(IN_MIGRATION, Phase.DECODE),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +191,6 @@ ONE_EVENT_S: Final = 5.0  # losses of nodes within this time count as one
 NUM_TOKENS_FURTHER: Final = 8  # more tokens than a dying node leaves unreported
 
 
-def tell_sender(reserve: fleet_pb2.Reserve, sender: Node) -> None:
-    """Add the tensor-parallel size, the pipeline-parallel size and the KV keys of the sending node to a Reserve."""
-    reserve.prefill_tp_size, reserve.prefill_pp_size = sender.tp_size, sender.pp_size
-    reserve.sender_keys.extend(sender.hello.kv_keys)
-
-
 @dataclass(frozen=True, slots=True)
 class PrefixFetch:
     """Describe a remote prefix fetch: `source` sends the blocks of the first `num_tokens` tokens to the prefill node.
@@ -54,6 +204,7 @@ class PrefixFetch:
     num_fetched: int
     patience_s: float
     epoch: int = 0  # of the fetch's KV transfer, set with the attempt
+    has_begun: bool = False  # whether the source has been sent SendPrefix
 
     def to_wire(self) -> fleet_pb2.FetchPrefix:
         source = self.source
@@ -80,22 +231,20 @@ class Attempt:
     first_index: int  # index of the token that the prefill node samples
     started_s: float
     prefix_fetch: PrefixFetch | None = None  # remote prefix fetch, until its end
-    hosts: Sequence[Node] = ()  # KV holders of a request that is longer than the pool
-    granted_s: float | None = None  # when the decode node gave credit
-    revoked_s: float | None = None  # when the decode node last revoked the credit
-    prefill_holds: bool = True  # whether the prefill node may hold something of the attempt
-    decode_holds: bool = True
-    first_token_s: float | None = None
-    is_lent: bool = False  # whether the source of the remote prefix fetch was asked
+    kv_holders: Sequence[Node] = ()  # of a request that is longer than the pool
+    holders: list[Node] = field(init=False)  # nodes that may hold something of the attempt, the prefill node first
     is_taken: bool = False  # whether the prefill node has reported Taken, as it does of poison requests
-    is_committed: bool = False
+    reserved_s: float | None = None  # when the decode node reserved blocks; None while it has none for the request
+    has_kv: bool = False  # whether the decode node has all KV
     has_counted_kv: bool = False  # whether the decode node has reported the bytes
+    first_token_s: float | None = None
     # Tokens by index that cannot be emitted yet: the streams of two nodes may overtake each other.
     early: dict[int, fleet_pb2.SampledToken] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.holders = [self.decode] if self.is_local else [self.prefill, self.decode]
         if self.is_local:  # no KV transfer is needed
-            self.granted_s, self.is_committed = self.started_s, True
+            self.reserved_s, self.has_kv = self.started_s, True
 
     @property
     def is_local(self) -> bool:
@@ -103,61 +252,29 @@ class Attempt:
         return self.prefill is self.decode
 
     @property
-    def is_reserved(self) -> bool:
-        return self.granted_s is not None
-
-    @property
-    def has_first_token(self) -> bool:
-        return self.first_token_s is not None
-
-    @property
-    def is_handed_over(self) -> bool:
-        """Return whether the request needs its prefill node no more: the KV transfer is complete."""
-        return self.has_first_token and self.is_committed and not self.is_local
-
-    @property
-    def waits_since_s(self) -> float | None:
-        """Return when the wait for blocks of the decode node began; None unless the prompt is prefilled and only blocks
-        lack."""
-        if self.first_token_s is None or self.is_committed or self.is_reserved:
-            return None
-        return max(self.first_token_s, self.revoked_s or self.first_token_s)
-
-    @property
-    def phase_after_prefill(self) -> Phase:
+    def state_after_prefill(self) -> State:
+        """Return the state that follows PREFILLING: the stream of the decode node may have been ahead."""
         if self.early:
-            return Phase.DECODE
-        if self.is_committed:
-            return Phase.DECODE_QUEUE
-        return Phase.TRANSFER if self.is_reserved else Phase.CREDIT_WAIT
+            return State.DECODING
+        if self.has_kv:
+            return State.DECODE_QUEUED
+        return State.WAITING_FOR_BLOCKS if self.reserved_s is None else State.TRANSFERRING
 
-    def let_go(self, node: Node) -> None:
+    def released(self, node: Node) -> None:
         """Note that a node holds nothing of the attempt any more."""
-        if node is self.prefill:
-            self.prefill_holds = False
-        if node is self.decode:
-            self.decode_holds = False
-
-    def holders(self) -> Iterator[Node]:
-        """Yield the nodes that may hold something of the attempt, each once."""
-        if self.prefill_holds and not self.is_local:
-            yield self.prefill
-        if self.decode_holds:
-            yield self.decode
+        self.holders = [each for each in self.holders if each is not node]
 
 
-class MigrationStage(Enum):
-    """The stage of a migration, as the coordinator knows it."""
+class Wait(NamedTuple):
+    """The limits of a wait for nodes."""
 
-    RESERVING = auto()  # the target was asked for blocks; the source knows nothing
-    MOVING = auto()  # the source has the transfer descriptor
-    ABANDONED = auto()  # the target was told to drop its part: then the source gets Keep
-    MIGRATED = auto()  # the target decodes; tokens of the source may still be on their way
+    until_s: float  # by Pauses.awake_s
+    retry_s: float = -math.inf  # when placement is tried again at the earliest
 
 
 @dataclass(slots=True, eq=False)
 class Migration:
-    """Keep the state of a migration; until `stage` is MOVED, the current attempt is the source's."""
+    """Keep what is known of a migration beside its state. Until MIGRATED, the current attempt is the source's."""
 
     epoch: int  # epoch of the attempt on the target
     source: Node
@@ -165,14 +282,9 @@ class Migration:
     target: Node
     started_s: float
     is_whole: bool  # all blocks travel, also those that the target has cached
-    stage: MigrationStage = MigrationStage.RESERVING
     next_index: int = 0  # index of the target's first token
-    source_holds: bool = True
+    is_source_released: bool = False
     has_resumed: bool = False  # whether the target has sent a token
-
-    @property
-    def is_under_way(self) -> bool:
-        return self.stage in (MigrationStage.RESERVING, MigrationStage.MOVING)
 
 
 class Death(NamedTuple):
@@ -184,7 +296,7 @@ class Death(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class TrackedRequest:
+class Request:
     """Keep the state of one request (one sequence) that has not ended."""
 
     request_id: str
@@ -196,48 +308,70 @@ class TrackedRequest:
     slo: Slo | None = None
     pooling: Pooling | None = None  # set where an embedding is wanted: no node decodes
     asker: str = ""  # name of the API key
-    embedded_s: float | None = None  # when the embedding came
+    # The state, and the data of that state: set by `enter` and by the handlers of the scheduler's table.
+    state: State = State.QUEUED
+    entered_s: float = 0.0  # when the state was entered
+    attempt: Attempt = field(init=False)  # exists in the states ON_NODES
+    wait: Wait = field(init=False)  # exists while WAITING_FOR_NODES
+    migration: Migration | None = None  # exists IN_MIGRATION
+    # The output.
     output: list[int] = field(default_factory=list)  # token ids emitted, over all attempts and calls
     num_resumed: int = 0  # tokens of the output that an earlier call has returned
+    embedded_s: float | None = None  # when the embedding came
+    # Failures.
     num_restarts: int = 0
     num_excused: int = 0  # restarts that do not count against max_restarts
     loss_s: float = -math.inf  # when the last loss of a node that counts happened
-    num_cached_tokens: int = 0  # of the prompt, on the node that sampled the first token
-    num_kv_bytes: int = 0  # transferred, over all attempts
-    num_kv_bytes_saved: int = 0
-    lent_kv_bytes: int = 0  # by remote prefix fetches, over all attempts; not in num_kv_bytes
-    loan_s: float = 0.0  # seconds that the remote prefix fetches took
-    num_moves: int = 0
-    num_migrated_kv_bytes: int = 0  # those of num_kv_bytes that migrations transferred
-    num_proposed: int = 0  # draft tokens that nodes have verified
-    num_accepted: int = 0  # draft tokens accepted
-    move_pause_s: float = 0.0  # from the last token before a migration to the first one after, summed over all
-    migration: Migration | None = None
-    migrated_s: float | None = None  # when the last migration ended, whatever its outcome
-    migrations_whole: bool = False  # its node's blocks have another numerics id than a target's
     deaths: list[Death] = field(default_factory=list)  # in a row, without progress of the request between them
     avoid: list[Node] = field(default_factory=list)  # nodes that have failed the request, chosen last
     full_nodes: set[Node] = field(default_factory=set)  # those of `avoid` that had no room
-    asks_again_s: float = 0.0  # earliest next placement while the request waits for nodes
-    waits_until_s: float | None = None  # by Pauses.awake_s; None while nodes have the request
-    has_turn: bool = False  # the request was refused before and returns at its retry-after time
+    migrated_s: float | None = None  # when the last migration ended, whatever its outcome
+    migrates_whole: bool = False  # its node's blocks have another numerics id than a target's
+    # Admission and predictions.
+    came_back: bool = False  # the request was refused before and returns at its retry-after time
     refuses_late: bool = False  # nodes refuse it once it would be late, unless half of its prompt is computed
     is_late: bool = False  # its first token is late: it goes after all other requests
+    deferred_since_s: float | None = None  # when the request was first deferred; None: never
     predicted_first_s: float | None = None  # predicted time of the first token; None unless it is in time
     expectation: Expectation | None = None  # set at the first placement or the refusal; only with an SLO
-    held_since_s: float | None = None  # when the request was first deferred; None: never
-    is_held: bool = False  # deferred (coordinator/control/admission.py)
-    attempt: Attempt = field(init=False)  # the current attempt, or the last one while the request waits for nodes
+    # Counts for the end.
+    num_cached_tokens: int = 0  # of the prompt, on the node that sampled the first token
+    num_kv_bytes: int = 0  # transferred, over all attempts
+    num_kv_bytes_saved: int = 0
+    num_fetched_kv_bytes: int = 0  # by remote prefix fetches, over all attempts; not in num_kv_bytes
+    prefix_fetch_s: float = 0.0  # seconds that the remote prefix fetches took
+    num_migrations: int = 0
+    num_migrated_kv_bytes: int = 0  # those of num_kv_bytes that migrations transferred
+    num_proposed: int = 0  # draft tokens that nodes have verified
+    num_accepted: int = 0  # draft tokens accepted
+    migration_pause_s: float = 0.0  # from the last token before a migration to the first one after, over all
+
+    def enter(self, state: State, now: float, *, ago_s: float = 0.0) -> None:
+        """Enter a state, and record its phase as begun `ago_s` before."""
+        self.state, self.entered_s = state, now
+        if state in PHASES and PHASES[state] is not self.timeline.phase:
+            self.timeline.enter(PHASES[state], now, ago_s=ago_s)
 
     @property
-    def waits_for_nodes(self) -> bool:
-        """Return whether the request waits for nodes to attach."""
-        return self.waits_until_s is not None
+    def is_on_nodes(self) -> bool:
+        """Return whether nodes have the request."""
+        return State.PREFILLING <= self.state < State.FINISHED
 
     @property
-    def is_waiting(self) -> bool:
-        """Return whether no node has the request: it waits for nodes to attach, or is deferred."""
-        return self.waits_for_nodes or self.is_held
+    def waits_for_kv(self) -> bool:
+        """Return whether the prompt is prefilled, and the decode node lacks the KV."""
+        return self.state in (State.WAITING_FOR_BLOCKS, State.TRANSFERRING)
+
+    @property
+    def has_kv_on_decode_node(self) -> bool:
+        """Return whether the prompt is prefilled, and the decode node has the KV."""
+        return State.DECODE_QUEUED <= self.state < State.FINISHED
+
+    @property
+    def may_restart_unseen(self) -> bool:
+        """Return whether an attempt may be given up without loss: no token of it has come, and no KV has travelled."""
+        attempt = self.attempt
+        return self.state is State.PREFILLING and not attempt.early and (attempt.is_local or not attempt.has_kv)
 
     @property
     def known(self) -> Prompt:
@@ -279,12 +413,6 @@ class TrackedRequest:
         self.output += token_ids
         self.num_resumed = len(token_ids)
 
-    def note_held(self, now: float) -> None:
-        """Note that the request is deferred from `now`; the first call also sets `held_since_s`."""
-        self.is_held = True
-        if self.held_since_s is None:
-            self.held_since_s = now
-
     def note_death(self, session: int | None, cause: str) -> None:
         """Note that a node died or failed while it may have computed the request.
 
@@ -321,128 +449,12 @@ class TrackedRequest:
         """
         return self.attempt.is_taken or not self.deaths
 
-    def end_migration(self, now: float) -> None:
-        """End the migration, whatever its outcome: no node will report about it again."""
-        self.migration, self.migrated_s = None, now
-
-    def settle_migration(self, now: float) -> None:
-        """End the migration once the source holds nothing and the target has sent a token."""
-        if self.migration is not None and self.migration.has_resumed and not self.migration.source_holds:
-            self.end_migration(now)
-
-    def job(self, epoch: int, prompt: Prompt, now: float) -> fleet_pb2.Job:
-        """Return the Job that describes an attempt with this prompt to a node. Deadlines count from `now`, in
-        seconds."""
-        request = Request(
-            request_id=self.request_id,
-            epoch=epoch,
-            token_ids=prompt.token_ids,
-            num_prompt_tokens=len(self.prompt),
-            sampling=self.sampling,
-            cache_salt=prompt.cache_salt,
-            adapter=prompt.adapter,
-            pooling=self.pooling,
-        )
-        due = self.due
-        if self.is_late and due is not None and now > due.first_s and not self.output:
-            due = Due(math.inf, due.tpot_s)  # the first token is late: nodes need not hurry
-        due_left = due_to_wire(due, now) if due else None
-        return job_to_wire(request, self.age, due_left, self.priority, is_suspect=bool(self.deaths), asker=self.asker)
-
-    def commands(self, prompt: Prompt, now: float) -> Iterator[tuple[Node, fleet_pb2.NodeCommand]]:
-        """Yield the commands that start the current attempt, each with its node. `prompt` is the attempt's whole
-        prompt."""
-        attempt = self.attempt
-        job = self.job(attempt.epoch, prompt, now)
-        to_prefill = fleet_pb2.NodeCommand(attempt=job.attempt)
-        if self.pooling is not None:
-            to_prefill.prefill.job.CopyFrom(job)
-            yield attempt.prefill, to_prefill
-            return
-        to_decode = fleet_pb2.NodeCommand(attempt=job.attempt)
-        to_decode.reserve.job.CopyFrom(job)  # filled in place: each copy copies the whole prompt
-        if attempt.is_local:
-            to_decode.reserve.local_prefill = True
-            self._offer(to_decode.reserve.job)
-            to_decode.reserve.job.hosts.extend([node.hello.remote_kvs.host for node in attempt.hosts])
-            yield attempt.decode, to_decode
-            return
-        tell_sender(to_decode.reserve, attempt.prefill)
-        yield attempt.decode, to_decode
-        to_prefill.prefill.job.CopyFrom(job)
-        self._offer(to_prefill.prefill.job)
-        yield attempt.prefill, to_prefill
-
-    def _offer(self, job: fleet_pb2.Job) -> None:
-        if self.attempt.prefix_fetch is not None:
-            job.fetch_prefix.CopyFrom(self.attempt.prefix_fetch.to_wire())
-
-    def count_kv(self, event: fleet_pb2.Committed) -> bool:
-        """Add the bytes that the current attempt's KV transfer has moved and saved.
-
-        Return False for a repeated report, which changes nothing.
-        """
-        if self.attempt.has_counted_kv:
-            return False
-        self.attempt.has_counted_kv = True
-        self.num_kv_bytes += event.num_bytes
-        self.num_kv_bytes_saved += event.num_bytes_saved
-        return True
-
-
-RESEND_S = 5.0
-
-
-@dataclass(slots=True)
-class _Release:
-    node: Node
-    attempt: fleet_pb2.Attempt
-    asked_s: float
-
-
-class Releases:
-    """Keep each Cancel until the node has confirmed it or is lost, and repeat it every RESEND_S seconds."""
-
-    def __init__(self) -> None:
-        self._releases: dict[tuple[Node, int], _Release] = {}  # epochs are never used twice
-
-    def __len__(self) -> int:
-        return len(self._releases)
-
-    def ask(self, node: Node, request_id: str, epoch: int, now: float) -> fleet_pb2.NodeCommand:
-        """Return the Cancel to send to the node."""
-        release = _Release(node, fleet_pb2.Attempt(request_id=request_id, epoch=epoch), now)
-        self._releases[node, epoch] = release
-        return _cancel(release)
-
-    def settle(self, node: Node, epoch: int) -> bool:
-        """Note that the node has released the attempt. Return False where no Cancel was sent for the attempt."""
-        return self._releases.pop((node, epoch), None) is not None
-
-    def count(self, node: Node) -> int:
-        """Return the number of attempts that the node has yet to release."""
-        return sum(release.node is node for release in self._releases.values())
-
-    def lose(self, node: Node) -> None:
-        self._releases = {key: release for key, release in self._releases.items() if release.node is not node}
-
-    def overdue(self, now: float) -> list[tuple[Node, fleet_pb2.NodeCommand]]:
-        """Return the Cancels to send again, each with its node."""
-        late = [release for release in self._releases.values() if now - release.asked_s >= RESEND_S]
-        for release in late:
-            release.asked_s = now
-        return [(release.node, _cancel(release)) for release in late]
-
-
-def _cancel(release: _Release) -> fleet_pb2.NodeCommand:
-    return fleet_pb2.NodeCommand(cancel=fleet_pb2.Cancel(attempt=release.attempt), attempt=release.attempt)
-
 
 # Deaths of nodes in a row, without progress of the request, after which it is quarantined as a poison request.
 MAX_DEATHS: Final = 2
 
 
-def at_work(node: Node, requests: Iterable[TrackedRequest]) -> Iterator[TrackedRequest]:
+def at_work(node: Node, requests: Iterable[Request]) -> Iterator[Request]:
     """Yield the requests that the last step of a node may have computed.
 
     `requests` are in order of age. The result has all sequences that the node was decoding, and its oldest prompts, as
@@ -452,10 +464,10 @@ def at_work(node: Node, requests: Iterable[TrackedRequest]) -> Iterator[TrackedR
     has_prompt = False
     for request in requests:
         attempt = request.attempt
-        if attempt.has_first_token:
-            if node is attempt.decode and attempt.is_committed:
+        if request.has_kv_on_decode_node:
+            if node is attempt.decode:
                 yield request
-        elif node is attempt.prefill and num_ahead < most:
+        elif request.state is State.PREFILLING and node is attempt.prefill and num_ahead < most:
             if request.may_have_come:
                 yield request
             num_ahead += len(request.prompt) + len(request.output) if has_prompt else 0

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from coordinator.control.instructions import MigrationEnded, MigrationOutcome
-from coordinator.control.outcomes import FINISH_REASONS
+from coordinator.control.instructions import FINISH_REASONS, MigrationEnded, MigrationOutcome
+from coordinator.control.request import Mark, Phase
 from coordinator.control.request_log import AnswerRecord, CallRecord, answer_index
-from coordinator.control.timeline import Mark, Phase
 from protos import inference_pb2
 from serving_core.errors import RequestError
 

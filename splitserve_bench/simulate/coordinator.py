@@ -1,6 +1,6 @@
-"""The coordinator of a simulation: the real registry and tracker, with messages that take time.
+"""The coordinator of a simulation: the real registry and scheduler, with messages that take time.
 
-It does with the tracker's instructions what coordinator/dispatcher.py does.
+It does with the scheduler's instructions what coordinator/dispatcher.py does.
 """
 
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Node, Registry
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.roles import Roles
+from coordinator.control.scheduler import Scheduler
 from coordinator.control.slo import Slo
-from coordinator.control.tracker import Tracker
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
@@ -50,7 +50,7 @@ class SimulatedCoordinator:
         self._agenda, self._clients, self._settings = agenda, clients, settings
         self.registry = Registry({}, node_timeout_s=settings.node_timeout_s, step_timeout_s=settings.step_timeout_s)
         self.ledger, self.metrics = Ledger(), Metrics()
-        self.tracker = Tracker(
+        self.scheduler = Scheduler(
             self.registry,
             self.ledger,
             self.metrics,
@@ -106,13 +106,13 @@ class SimulatedCoordinator:
         elif kind == "cache_changed":
             self.registry.cache_changed(known, event.cache_changed)
         else:
-            self.apply(self.tracker.handle(known, event, now), now)
+            self.apply(self.scheduler.handle(known, event, now), now)
 
     def _lose(self, known: Node) -> list[Instruction]:
         attachment = self._attachments.pop(known)
         attachment.commands.is_cut = attachment.events.is_cut = True
         self.registry.lose(known)
-        return self.tracker.lose(known, self._agenda.now)
+        return self.scheduler.lose(known, self._agenda.now)
 
     # ---- clients ----
 
@@ -122,7 +122,7 @@ class SimulatedCoordinator:
         """Begins an answer; what cannot begin ends at once."""
         now = self._agenda.now
         try:
-            instructions = self.tracker.submit(
+            instructions = self.scheduler.submit(
                 request_id, prompt, sampling, arrived_s=now, deadline_s=deadline_s, now=now, slo=slo
             )
         except RequestError as refusal:
@@ -139,7 +139,7 @@ class SimulatedCoordinator:
             self.apply(self._lose(known), now)
             node.detached()
             self._attach_again(node)
-        self.apply(self.tracker.tick(now), now)
+        self.apply(self.scheduler.tick(now), now)
         self.apply(self.roles.tick(now), now)
         self._agenda.after(TICK_S, self._tick)
 

@@ -9,9 +9,9 @@ from typing import Final, Protocol
 from coordinator.api.statuses import retry_after_s
 from coordinator.control.load import Prompt
 from coordinator.control.placement.policies import AUTO
+from coordinator.control.prefix_fetch import AUTO as FETCH_AUTO
 from coordinator.control.roles import FIXED
 from coordinator.control.slo import MS, Slo
-from coordinator.control.transfer_costs import AUTO as FETCH_AUTO
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError, SettingsError

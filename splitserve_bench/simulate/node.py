@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from coordinator.control.nodes import VERSION_KEY
-from coordinator.control.transfer_costs import LEAST_PATIENCE_S
+from coordinator.control.prefix_fetch import MIN_PATIENCE_S
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_to_wire
@@ -43,7 +43,7 @@ from splitserve_bench.simulate.profile import NodeSizes
 from splitserve_bench.simulate.transfer import Transfers
 
 TIMES: Final = NodeSettings()
-LEAST_TIMEOUT_S: Final = min(TIMES.credit_timeout_s, TIMES.descriptor_timeout_s, LEAST_PATIENCE_S)
+LEAST_TIMEOUT_S: Final = min(TIMES.credit_timeout_s, TIMES.descriptor_timeout_s, MIN_PATIENCE_S)
 FINGERPRINT: Final = {"model": "toy"}  # names of blocks are rooted in it
 
 

@@ -33,7 +33,7 @@ from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Registry
 from coordinator.control.request_log import Journal
 from coordinator.control.roles import FIXED, Roles
-from coordinator.control.tracker import Tracker
+from coordinator.control.scheduler import Scheduler
 from coordinator.dispatcher import Dispatcher
 from coordinator.served_model import read_sampling_defaults
 from coordinator.text.answer_format import READERS, AnswerFormat
@@ -300,10 +300,10 @@ def node_event(data: bytes) -> None:
     event = fleet_pb2.NodeEvent.FromString(data)
     if event.WhichOneof("event") in (None, "hello"):
         return
-    dispatcher, tracker = _dispatcher_and_tracker()
+    dispatcher, scheduler = _dispatcher_and_tracker()
     link = dispatcher.attach(events.hello("b0").hello)
     options = {"arrived_s": 0.0, "deadline_s": 1e9, "now": 0.0}
-    tracker.submit("r/0", Prompt([1, 2, 3]), SamplingParams(max_tokens=5), **options)
+    scheduler.submit("r/0", Prompt([1, 2, 3]), SamplingParams(max_tokens=5), **options)
     dispatcher.receive(link, event)
     dispatcher.tick()
 
@@ -330,11 +330,11 @@ def rank_meeting(data: bytes) -> None:
     assert Meeting.decode(data[: 2**10]).port < 2**16
 
 
-def _dispatcher_and_tracker() -> tuple[Dispatcher, Tracker]:
+def _dispatcher_and_tracker() -> tuple[Dispatcher, Scheduler]:
     registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
     ledger, metrics = Ledger(), Metrics()
-    tracker = Tracker(registry, ledger, metrics, first_epoch=0, max_live=10, max_restarts=1, keep_after_s=1.0)
-    return Dispatcher(registry, tracker, Roles(registry, ledger, policy=FIXED), Journal(metrics)), tracker
+    scheduler = Scheduler(registry, ledger, metrics, first_epoch=0, max_live=10, max_restarts=1, keep_after_s=1.0)
+    return Dispatcher(registry, scheduler, Roles(registry, ledger, policy=FIXED), Journal(metrics)), scheduler
 
 
 # ---- what a command reads from others ----

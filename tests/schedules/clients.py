@@ -9,7 +9,7 @@ from grpc.aio import AioRpcError, Metadata
 from coordinator.api.preprocess import read_so_far
 from coordinator.api.statuses import to_status
 from coordinator.api.validation import AnswerPlan, Limits
-from coordinator.control.outcomes import FINISH_REASONS
+from coordinator.control.instructions import FINISH_REASONS
 from coordinator.control.request import SoFar
 from coordinator.control.slo import Slo
 from coordinator.text.answers import AnswerText, TextOptions

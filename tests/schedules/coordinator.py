@@ -1,17 +1,17 @@
-"""A simulated coordinator process: the real dispatcher, tracker, registry, roles and fleet service, and its clients."""
+"""A simulated coordinator process: the real dispatcher, scheduler, registry, roles and fleet service; its clients."""
 
 import asyncio
 from collections import Counter
 from types import SimpleNamespace
 
-from coordinator.control.live import NUM_EPOCHS
+from coordinator.control.instructions import NUM_EPOCHS
 from coordinator.control.load import NOTHING, Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.migration import may_migrate, roomiest
 from coordinator.control.nodes import Registry
 from coordinator.control.request_log import Journal
 from coordinator.control.roles import Roles
-from coordinator.control.tracker import Tracker
+from coordinator.control.scheduler import Scheduler
 from coordinator.dispatcher import Dispatcher
 from coordinator.fleet_service import FleetService
 from serving_core.errors import RequestError
@@ -22,12 +22,12 @@ from tests.schedules.streams import METHOD
 MAX_TICK_S = 0.25
 
 
-class _Tracker(Tracker):
-    """A tracker that can be told to do what its policies decide otherwise."""
+class _Scheduler(Scheduler):
+    """A scheduler that can be told to do what its policies decide otherwise."""
 
     def move_some(self, now, nodes, ledger):
         """Yields what lets each running answer that can move."""
-        for request in self._live:
+        for request in self._on_nodes():
             if may_migrate(request, now, rest_s=0.0):
                 others = [node for node in nodes if node is not request.attempt.decode]
                 if (target := roomiest(request, others, ledger)) is not None:
@@ -35,11 +35,9 @@ class _Tracker(Tracker):
 
     def begin_some_again(self, now):
         """Yields what lets each prompt without a token begin again."""
-        for request in self._live:
-            attempt = request.attempt
-            is_begun = attempt.has_first_token or attempt.early or (attempt.is_committed and not attempt.is_local)
-            if not is_begun and request in self._live:
-                yield self._live.elsewhere(request, now)
+        for request in self._on_nodes():
+            if request.is_on_nodes and request.may_restart_unseen:
+                yield self._restart_elsewhere(request, now)
 
 
 class _Dispatcher(Dispatcher):
@@ -79,7 +77,7 @@ class SimulatedCoordinator:
             first_session=random.getrandbits(60) + 1,
         )
         self._ledger, self.metrics = _Ledger(), Metrics()
-        self.tracker = _Tracker(
+        self.scheduler = _Scheduler(
             self.registry,
             self._ledger,
             self.metrics,
@@ -91,7 +89,7 @@ class SimulatedCoordinator:
             fetches=settings.remote_prefix_fetch,
         )
         roles = Roles(self.registry, self._ledger, policy=settings.roles)
-        self.dispatcher = _Dispatcher(self.registry, self.tracker, roles, Journal(self.metrics))
+        self.dispatcher = _Dispatcher(self.registry, self.scheduler, roles, Journal(self.metrics))
         self._clients = {}  # who waits, in a dict for its order
         service = FleetService(
             self.dispatcher, heartbeat_s=settings.heartbeat_s, node_timeout_s=settings.node_timeout_s
@@ -116,12 +114,12 @@ class SimulatedCoordinator:
 
     def move_some(self):
         """The running answers that can are to move now, whatever the policies say."""
-        for instructions in self.tracker.move_some(self._loop.time(), self.registry.nodes, self._ledger):
+        for instructions in self.scheduler.move_some(self._loop.time(), self.registry.nodes, self._ledger):
             self.dispatcher.apply(instructions)
 
     def begin_some_again(self):
         """Prompts without a token begin again now, as those of nodes that drain do; on the same nodes perhaps."""
-        for instructions in self.tracker.begin_some_again(self._loop.time()):
+        for instructions in self.scheduler.begin_some_again(self._loop.time()):
             self.dispatcher.apply(instructions)
 
     # ---- clients ----
@@ -184,7 +182,7 @@ class SimulatedCoordinator:
 
     @property
     def is_quiet(self):
-        return not self.tracker.num_open and not self._clients
+        return not self.scheduler.num_open and not self._clients
 
     @property
     def seen(self):
@@ -200,7 +198,7 @@ class SimulatedCoordinator:
         self._ledger.check_integrity()
         accounts = [node.name for node in self.registry.nodes if self._ledger.of(node) != NOTHING]
         held = {
-            "answers, or attempts that nodes have yet to let go of": self.tracker.num_open,
+            "answers, or attempts that nodes have yet to let go of": self.scheduler.num_open,
             "calls": self.dispatcher.num_calls + self.dispatcher.num_live,
             "accounts of work": self._ledger.num_accounts,
             f"accounts of attached nodes ({', '.join(accounts)})": len(accounts),

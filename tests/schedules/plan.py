@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from coordinator.control.prefix_fetch import ALWAYS
+from coordinator.control.prefix_fetch import AUTO as AUTO_LENDING
 from coordinator.control.roles import AUTO, FIXED
 from coordinator.control.slo import Slo
-from coordinator.control.transfer_costs import ALWAYS
-from coordinator.control.transfer_costs import AUTO as AUTO_LENDING
 from coordinator.settings import CoordinatorSettings
 from serving_core.shapes import Shape
 from tests.schedules.model import VOCAB_SIZE

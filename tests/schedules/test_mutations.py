@@ -4,10 +4,9 @@ from heapq import heappush
 
 import pytest
 
-from coordinator.control.instructions import Emit
-from coordinator.control.live import LiveAnswers
+from coordinator.control.instructions import Emit, Releases
 from coordinator.control.migration import Migrations
-from coordinator.control.request import Attempt
+from coordinator.control.scheduler import Scheduler
 from decode_node.credit import Credit
 from kv_transfer.payload import HostPayload
 from protos import fleet_pb2
@@ -23,13 +22,17 @@ MOST_SEEDS = 300
 def epoch_not_compared(monkeypatch):
     """What a node still says of an earlier attempt counts for the current one."""
 
-    def on(self, node, attempt):
-        request = self._requests.get(attempt.request_id)
-        if request is None or request.is_waiting:
-            return None
-        return request if node in (request.attempt.prefill, request.attempt.decode) else None
+    event_of, may_sample = Scheduler._event_of, Scheduler._may_sample
 
-    monkeypatch.setattr(LiveAnswers, "on", on)
+    def event_of_any(self, request, node, epoch, kind):
+        nodes = request.attempt.prefill, request.attempt.decode
+        return event_of(self, request, node, epoch, kind) or (kind if node in nodes else "")
+
+    def may_sample_any(self, request, node, token):
+        return may_sample(self, request, node, token) or (request.is_on_nodes and node is request.attempt.decode)
+
+    monkeypatch.setattr(Scheduler, "_event_of", event_of_any)
+    monkeypatch.setattr(Scheduler, "_may_sample", may_sample_any)
 
 
 def lease_released_at_cancel(monkeypatch):
@@ -51,23 +54,25 @@ def commit_without_checksum(monkeypatch):
 
 def double_token_at_migration(monkeypatch):
     """When an answer has moved, its last token goes out once more."""
-    switch = Migrations._switch
+    commit = Migrations.target_committed
 
-    def switch_with_a_token(self, request, event, now):
+    def commit_with_a_token(self, request, event, now):
         last = fleet_pb2.SampledToken(token_id=request.output[-1])
-        return [Emit(request.request_id, [last]), *switch(self, request, event, now)]
+        return [Emit(request.request_id, [last]), *commit(self, request, event, now)]
 
-    monkeypatch.setattr(Migrations, "_switch", switch_with_a_token)
+    monkeypatch.setattr(Migrations, "target_committed", commit_with_a_token)
 
 
 def cancel_lost_between_halves(monkeypatch):
     """Of a request that is on two nodes, the one that writes alone is told to let go."""
 
-    def holders(self):
-        if self.decode_holds:
-            yield self.decode
+    cancel_attempt = Releases.cancel_attempt
 
-    monkeypatch.setattr(Attempt, "holders", holders)
+    def cancel_half(self, request, now):
+        request.attempt.holders = [node for node in request.attempt.holders if node is request.attempt.decode]
+        return cancel_attempt(self, request, now)
+
+    monkeypatch.setattr(Releases, "cancel_attempt", cancel_half)
 
 
 def credit_counted_twice(monkeypatch):

@@ -25,7 +25,7 @@ from coordinator.api.http.logprobs import (
 from coordinator.api.http.messages import Delta, Deltas, Message
 from coordinator.api.http.requests import Asked
 from coordinator.api.validation import skips_special_tokens
-from coordinator.control.outcomes import FINISH_REASONS
+from coordinator.control.instructions import FINISH_REASONS
 from coordinator.text.answer_format import PLAIN, AnswerFormat
 from coordinator.text.reasoning import ThoughtCounter, ends_thinking
 from coordinator.text.structures import constraint_of, may_begin_blank

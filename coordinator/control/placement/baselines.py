@@ -15,8 +15,8 @@ from typing import Final
 
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.nodes import Node, candidates
+from coordinator.control.placement.costs import TransferEstimates
 from coordinator.control.placement.policy import Placed, Wanted, within_pools
-from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.errors import RequestError
 from serving_core.reasons import NO_DECODE_WORKER
 from serving_core.shapes import DECODE, PREFILL
@@ -33,7 +33,7 @@ class ByScore:
         self._reading, self._writing, self._keeps = reading, writing, keeps
 
     def place(
-        self, nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts, now: float
+        self, nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: TransferEstimates, now: float
     ) -> Placed:
         """Return the placement, as Policy.place does."""
         decode_nodes = candidates(nodes, DECODE, wanted.num_tokens)

@@ -15,10 +15,9 @@ from typing import Final, NamedTuple
 
 from coordinator.control.load import Ledger
 from coordinator.control.nodes import Node, candidates
-from coordinator.control.placement.costs import Costs
+from coordinator.control.placement.costs import Costs, TransferEstimates
 from coordinator.control.placement.lateness import Lateness, spared
 from coordinator.control.placement.policy import Placed, Wanted, within_pools
-from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.errors import RequestError
 from serving_core.reasons import NO_DECODE_WORKER
 from serving_core.shapes import DECODE, PREFILL
@@ -41,7 +40,7 @@ class Cheapest:
         self._may_be_alone, self._may_be_two = may_be_alone, may_be_two
 
     def place(
-        self, nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts, now: float
+        self, nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: TransferEstimates, now: float
     ) -> Placed:
         """Return the placement, as Policy.place does."""
         prefill_nodes = candidates(nodes, PREFILL, len(wanted.prompt))

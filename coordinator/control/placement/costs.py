@@ -23,15 +23,78 @@ times come from heartbeats. A node whose rate is unknown counts as the median of
 tokens are compared.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
 from typing import Final, NamedTuple
 
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.nodes import Node
-from coordinator.control.request import PrefixFetch
-from coordinator.control.transfer_costs import NEVER, HandoverCosts
+from coordinator.control.prefix_fetch import NEVER, PrefixFetchEstimates, PrefixFetchEstimator
+from coordinator.control.request import Attempt, PrefixFetch
+
+MAX_TRANSFERS: Final = 31
+MAX_TRANSFER_AGE_S: Final = 30.0
+MIN_TRANSFERS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEstimates:
+    """Estimates from recent requests: medians, in seconds.
+
+    `credit_s` is the wait for credit, from the start of the attempt. `transfer_s` is the time from the first token, or
+    the credit if that is later, to the first decode step: transfer and decode queue. `prefix_fetches` estimates remote
+    prefix fetches."""
+
+    credit_s: float = 0.0
+    transfer_s: float = 0.0
+    prefix_fetches: PrefixFetchEstimates = field(default_factory=PrefixFetchEstimates)
+
+
+class TransferEstimator:
+    """Measure KV transfers as they happen.
+
+    Samples expire, and fewer than MIN_TRANSFERS samples count as none: otherwise a few slow transfers, as when
+    connections are made, would keep requests away, and no later transfer could show that they have become faster.
+    """
+
+    def __init__(self, fetches: str = NEVER) -> None:
+        """Start without samples. `fetches`: one of PREFIX_FETCHES, when to use remote prefix fetches."""
+        self._credits, self._transfers = _Samples(), _Samples()
+        self.prefix_fetches = PrefixFetchEstimator(fetches)
+
+    def reserved(self, attempt: Attempt, now: float) -> None:
+        """Record that the decode node has reserved blocks for the attempt now."""
+        self._credits.add(now - attempt.started_s, now)
+
+    def decoding(self, attempt: Attempt, step_start_s: float, now: float) -> None:
+        """Record that the first decode step of the attempt began at `step_start_s`."""
+        if attempt.is_local or attempt.reserved_s is None or attempt.first_token_s is None:
+            return
+        self._transfers.add(step_start_s - max(attempt.reserved_s, attempt.first_token_s), now)
+
+    def estimates(self, now: float) -> TransferEstimates:
+        """Return the present estimates. Use them at once: they change with the samples."""
+        credit_s, transfer_s = self._credits.median_s(now), self._transfers.median_s(now)
+        return TransferEstimates(credit_s, transfer_s, self.prefix_fetches.estimates(now))
+
+
+class _Samples:
+    """Keep the latest durations."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_TRANSFERS)  # time of the measurement, seconds
+
+    def add(self, seconds: float, now: float) -> None:
+        self._samples.append((now, max(0.0, seconds)))
+
+    def median_s(self, now: float) -> float:
+        while self._samples and now - self._samples[0][0] > MAX_TRANSFER_AGE_S:
+            self._samples.popleft()
+        return median([seconds for _, seconds in self._samples]) if len(self._samples) >= MIN_TRANSFERS else 0.0
+
 
 AGAIN: Final = 0.2
 
@@ -58,8 +121,8 @@ class _DecodeCost(NamedTuple):
 class Costs:
     """Predict the cost of one request on these nodes, in seconds of all requests."""
 
-    def __init__(self, nodes: Sequence[Node], ledger: Ledger, prompt: Prompt, handover: HandoverCosts) -> None:
-        self._ledger, self._prompt, self._handover = ledger, prompt, handover
+    def __init__(self, nodes: Sequence[Node], ledger: Ledger, prompt: Prompt, transfers: TransferEstimates) -> None:
+        self._ledger, self._prompt, self._transfers = ledger, prompt, transfers
         rates = {node: node.load.prefill_tokens_per_s for node in nodes}
         known = [rate for rate in rates.values() if rate > 0]
         self.are_known = bool(known)
@@ -79,7 +142,7 @@ class Costs:
         reading, writing = self.reading(prefill_node), self.writing(decode_node)
         if prefill_node is decode_node:
             return writing.credit_s + reading.own_s + reading.others_s
-        there_s = max(reading.own_s, writing.credit_s) + self._handover.transfer_s
+        there_s = max(reading.own_s, writing.credit_s) + self._transfers.transfer_s
         return max(there_s, writing.backlog_s) + reading.others_s
 
     def reading(self, node: Node) -> _PrefillCost:
@@ -111,7 +174,7 @@ class Costs:
         loan_s = 0.0
         if prefix_fetch is not None:
             num_own_tokens -= prefix_fetch.num_fetched
-            loan_s = self._handover.prefix_fetches.seconds(
+            loan_s = self._transfers.prefix_fetches.seconds(
                 (prefix_fetch.source.name, node.name), prefix_fetch.num_fetched
             )
         num_tokens = self._ledger.of(node).tokens_to_compute + num_own_tokens
@@ -124,7 +187,7 @@ class Costs:
 
     def _tokens_to_compute(self, node: Node) -> int:
         if node not in self._to_compute:
-            coming = self._ledger.marks_read(node)
+            coming = self._ledger.prefill_hashes(node)
             num_tokens = self._prompt.tokens_to_compute(node, coming) if coming else self._tokens_not_held(node)
             self._to_compute[node] = num_tokens
         return self._to_compute[node]
@@ -136,7 +199,7 @@ class Costs:
 
     def _find_holder(self, nodes: Sequence[Node]) -> Node | None:
         """Return the node that has most of the prompt cached; None where remote prefix fetches are off."""
-        if self._handover.prefix_fetches.fetches == NEVER or not self.are_known:
+        if self._transfers.prefix_fetches.fetches == NEVER or not self.are_known:
             return None
         ready = [node for node in nodes if node.is_ready]
         return min(ready, key=lambda node: (self._tokens_not_held(node), node.name), default=None)
@@ -147,7 +210,7 @@ class Costs:
             return None
         num_left = self._tokens_not_held(self._holder)
         num_fetched = self._tokens_to_compute(node) - num_left
-        computed_s, prefix_fetches = num_fetched / self._rate[node], self._handover.prefix_fetches
+        computed_s, prefix_fetches = num_fetched / self._rate[node], self._transfers.prefix_fetches
         if not prefix_fetches.is_worth((self._holder.name, node.name), num_fetched, computed_s):
             return None
         return PrefixFetch(
@@ -160,7 +223,7 @@ class Costs:
         is_full = node.usable.slots <= account.num_answers or num_taken - num_shared > node.pool_tokens
         return _DecodeCost(
             is_full,
-            self._handover.credit_s if is_full else 0.0,
+            self._transfers.credit_s if is_full else 0.0,
             account.tokens_to_compute / self._rate[node],
             (num_taken - max(num_shared, self._prompt.tokens_held(node))) / node.pool_tokens,
         )

@@ -41,7 +41,7 @@ from functools import cached_property, partial
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
-from coordinator.control.load import Ledger, Owed
+from coordinator.control.load import Ledger, LimitedPart
 from coordinator.control.nodes import Node
 from coordinator.control.placement.policy import Wanted
 from serving_core.node.costs import StepLoad
@@ -121,16 +121,16 @@ class Lateness:
     def on(self, node: Node) -> "NodeLateness":
         """Return the prediction for the request on this node."""
         if node not in self._nodes:
-            coming = self._ledger.marks_read(node)
+            coming = self._ledger.prefill_hashes(node)
             num_tokens = self._wanted.prompt.tokens_to_compute(node, coming) - self._num_fetched(node)
             self._nodes[node] = NodeLateness(node, self._ledger, self._wanted, num_tokens, self._now, self)
         return self._nodes[node]
 
-    def begins_s(self, owed: Owed) -> float:
+    def begins_s(self, owed: LimitedPart) -> float:
         """Return the seconds until a sequence begins: until its prompt is prefilled, wherever that happens."""
         return 0.0 if owed.prefill_node is None else self.on(owed.prefill_node).read_s[id(owed.due)]
 
-    def least_begins_s(self, owed: Owed) -> float:
+    def least_begins_s(self, owed: LimitedPart) -> float:
         """Return the seconds until a sequence begins, if prompts got all of the prefill node's time."""
         return 0.0 if owed.prefill_node is None else self.on(owed.prefill_node).least_read_by_s[id(owed.due)]
 
@@ -175,7 +175,7 @@ class NodeLateness:
         self._num_tokens_lacking = ledger.tokens_taken(node) + num_needed - node.pool_tokens
         self._tokens_alone = partial(ledger.tokens_alone, node)
         self._steps_s = step_s(node, ledger), step_s(node, ledger, 1, len(wanted.prompt))
-        owed = list(ledger.owed(node))
+        owed = list(ledger.limited_parts(node))
         self._unread = [each for each in owed if each.num_to_compute]
         num_begin = round(BEGUN * sum(each.is_written for each in self._unread))
         self._paces_s = step_s(node, ledger, num_begin), step_s(node, ledger, 1 + num_begin, len(wanted.prompt))
@@ -186,7 +186,7 @@ class NodeLateness:
         num_read = sum(not each.num_to_compute for each in self._written)
         self._num_unlimited = account.num_answers - account.num_unread - num_read
         self._cached_each = (account.tokens_held + len(wanted.prompt)) / (account.num_answers + 1)
-        self._coming = wanted.coming
+        self._arrivals = wanted.arrivals
         self._num_ahead, self._num_spare = wanted.num_ahead, wanted.num_spare
         self._most_left = max((each.num_left for each in self._written), default=0)
         num_left = wanted.num_tokens - len(wanted.prompt) if wanted.num_left is None else wanted.num_left
@@ -277,18 +277,18 @@ class NodeLateness:
         These are the requests that the node could prefill in the time that the sequence takes from them, and that need
         it.
         """
-        each_s = self._weights.of_chunk(0, round(self._coming.num_tokens), is_first=False)
+        each_s = self._weights.of_chunk(0, round(self._arrivals.num_tokens), is_first=False)
         if not each_s:
             return 0
         added_s = (self._own_num_left - self._most_left) * self._steps_s[1]
-        lost_share = min(1.0, self._coming.per_s * each_s) - self._pace(1).share
+        lost_share = min(1.0, self._arrivals.per_s * each_s) - self._pace(1).share
         return max(0, int(LOST * lost_share / each_s * added_s))
 
     @cached_property
     def lasting_begins_s(self) -> float:
         """Return the seconds until the prompt is prefilled if the node decoded all the sequences that are expected to
         come."""
-        each_s = self._step_s(max(1, round(self._coming.per_s * self._own_num_left * self._step_s(1))))
+        each_s = self._step_s(max(1, round(self._arrivals.per_s * self._own_num_left * self._step_s(1))))
         share = 1 - each_s / self._tightest_s if self._tightest_s < math.inf else self._chunk_share(each_s)
         return max(self.own_begins_s, self._own_job.seconds / max(PROMPT_TIME_SHARE, share))
 
@@ -384,7 +384,7 @@ class NodeLateness:
     def _answers(self) -> list[_Answer]:
         return [self._answer(each) for each in self._written]
 
-    def _answer(self, owed: Owed) -> _Answer:
+    def _answer(self, owed: LimitedPart) -> _Answer:
         due = owed.due
         if owed.num_output and due.began_s is not None:
             due_s = due.token_s(owed.num_output + owed.num_left - 1) - self._now
@@ -448,7 +448,7 @@ class NodeLateness:
         found = timely([each.seconds for each in due], [pace.work_s(each.due_s) for each in due])
         return len(due) - len(found)
 
-    def _is_overdue(self, owed: Owed) -> bool:
+    def _is_overdue(self, owed: LimitedPart) -> bool:
         """Return whether the first token is overdue: such a prompt is prefilled after those that can be in time."""
         return not owed.num_output and owed.due.first_s <= self._now
 
@@ -485,7 +485,7 @@ class NodeLateness:
         chunk_s = self._weights.of_chunk(0, self._chunk_tokens, is_first=True)
         return chunk_s / (chunk_s + step_s) if chunk_s else 1.0
 
-    def _next_s(self, owed: Owed) -> float:
+    def _next_s(self, owed: LimitedPart) -> float:
         """Return the seconds until the next token of the sequence on this node is due.
 
         A sequence that another node prefills arrives with its first token.

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 from coordinator.control.load import Ledger
 from coordinator.control.nodes import Node, candidates, fitting
-from coordinator.control.placement.costs import Costs
+from coordinator.control.placement.costs import Costs, TransferEstimates
 from coordinator.control.placement.policy import Placed, Wanted
-from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.shapes import DECODE, PREFILL
 
 
-def best_prefill_node(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts) -> Placed:
+def best_prefill_node(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: TransferEstimates) -> Placed:
     """Return the prefill node that costs the fewest seconds, other requests included. Raise RequestError for none."""
     prefill_nodes = candidates(nodes, PREFILL, len(wanted.prompt))
     costs = Costs(nodes, ledger, wanted.prompt, handover)
@@ -27,7 +26,9 @@ def best_prefill_node(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, han
     return Placed(prefill_node, prefill_node)
 
 
-def best_decode_node(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts) -> Placed | None:
+def best_decode_node(
+    nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: TransferEstimates
+) -> Placed | None:
     """Return the decode node with most room for a restarted output that no prefill node can hold.
 
     Return None where a prefill node can hold it, or no decode node can.

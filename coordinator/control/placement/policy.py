@@ -2,23 +2,13 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from coordinator.control.load import Ledger, Prompt
+from coordinator.control.load import NO_ARRIVALS, Arrivals, Ledger, Prompt
 from coordinator.control.nodes import Node
+from coordinator.control.placement.costs import TransferEstimates
 from coordinator.control.request import PrefixFetch
-from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.slo import Due
-
-
-class Coming(NamedTuple):
-    """The recent arrivals of requests with an SLO on TTFT: requests per second, and mean tokens to compute of each."""
-
-    per_s: float
-    num_tokens: float
-
-
-NOTHING_COMES: Final = Coming(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +20,7 @@ class Wanted:
     due                  planned deadlines; None without an SLO
     num_output           output tokens that have come before
     num_left             output tokens expected; None: all that num_tokens leaves room for
-    coming               requests expected to arrive
+    arrivals             requests expected to arrive
     num_ahead            deferred requests per decode node, which get the next running slots first
     num_spare            running slots to leave free for requests that come back
     tpot_margin          factor by which TPOT rarely exceeded the planned one
@@ -42,7 +32,7 @@ class Wanted:
     due: Due | None = None
     num_output: int = 0
     num_left: int | None = None
-    coming: Coming = NOTHING_COMES
+    arrivals: Arrivals = NO_ARRIVALS
     num_ahead: int = 0
     num_spare: int = 0
     tpot_margin: float = 1.0
@@ -89,7 +79,7 @@ class Policy(Protocol):
     """Choose the nodes of a request."""
 
     def place(
-        self, nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: HandoverCosts, now: float
+        self, nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, handover: TransferEstimates, now: float
     ) -> Placed:
         """Return the nodes for a request, and what the policy predicts there.
 

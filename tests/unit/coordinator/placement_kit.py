@@ -2,12 +2,12 @@
 
 import math
 
-from coordinator.control.load import Ledger, Prompt
+from coordinator.control.load import Arrivals, Ledger, Prompt
 from coordinator.control.nodes import Registry
+from coordinator.control.placement.costs import TransferEstimates
 from coordinator.control.placement.lateness import Lateness
 from coordinator.control.placement.policies import POLICIES
-from coordinator.control.placement.policy import Coming, Wanted
-from coordinator.control.transfer_costs import HandoverCosts
+from coordinator.control.placement.policy import Wanted
 from serving_core.slo import Due
 from tests import fleet_events as events
 
@@ -16,7 +16,7 @@ TOKENS = list(range(1, 101))
 # tokens take 110 ms, in a step of their own.
 WEIGHTS = [0.010, 0.002, 0.0, 0.0, 0.001, 0.0, 0.0]
 NOW = 50.0
-COMING = Coming(20.0, 100.0)
+COMING = Arrivals(20.0, 100.0)
 
 
 class Fleet:
@@ -35,18 +35,18 @@ class Fleet:
         """One more prompt on the node, whose answer another one writes, or itself."""
         request_id = self._next()
         if due_in_s < math.inf:
-            self.ledger.owe(request_id, Due(NOW + due_in_s, tpot_s), 0, 10)
-        self.ledger.read(request_id, node, num_tokens)
+            self.ledger.set_due(request_id, Due(NOW + due_in_s, tpot_s), 0, 10)
+        self.ledger.prefill(request_id, node, num_tokens)
         if decode_node is not None:
-            self.ledger.write(request_id, decode_node, num_tokens)
+            self.ledger.decode(request_id, decode_node, num_tokens)
 
     def writes(self, node, tpot_s=math.inf, num_output=1, ago_s=0.0, num_left=1000):
         """One more answer, which has had its first token so long ago, has so many now and may have so many more."""
         request_id = self._next()
         if tpot_s < math.inf:
-            self.ledger.owe(request_id, Due(tpot_s=tpot_s, began_s=NOW - ago_s), num_output, num_left)
-        self.ledger.read(request_id, node, 0)
-        self.ledger.write(request_id, node, 50)
+            self.ledger.set_due(request_id, Due(tpot_s=tpot_s, began_s=NOW - ago_s), num_output, num_left)
+        self.ledger.prefill(request_id, node, 0)
+        self.ledger.decode(request_id, node, 50)
         self.ledger.first_token(request_id, NOW - ago_s)
 
     def _next(self):
@@ -56,14 +56,14 @@ class Fleet:
     def awaits(self, node, tpot_s, num_tokens):
         """One more answer of at most so many tokens, whose prompt another node reads."""
         request_id = self._next()
-        self.ledger.owe(request_id, Due(tpot_s=tpot_s), 0, num_tokens)
-        self.ledger.write(request_id, node, 50)
+        self.ledger.set_due(request_id, Due(tpot_s=tpot_s), 0, num_tokens)
+        self.ledger.decode(request_id, node, 50)
 
     def late(self, node, due=None, num_tokens=10, coming=COMING, num_ahead=0):
         num_all = len(TOKENS) + num_tokens
-        wanted = Wanted(Prompt(TOKENS), num_all, due=due, coming=coming, num_ahead=num_ahead)
+        wanted = Wanted(Prompt(TOKENS), num_all, due=due, arrivals=coming, num_ahead=num_ahead)
         return Lateness(self.ledger, wanted, NOW).on(node)
 
     def place(self, due=None, policy="auto", transfer_s=0.001, num_tokens=10, coming=COMING):
-        wanted = Wanted(Prompt(TOKENS), len(TOKENS) + num_tokens, due=due, coming=coming)
-        return POLICIES[policy].place(self.registry.nodes, self.ledger, wanted, HandoverCosts(0.0, transfer_s), NOW)
+        wanted = Wanted(Prompt(TOKENS), len(TOKENS) + num_tokens, due=due, arrivals=coming)
+        return POLICIES[policy].place(self.registry.nodes, self.ledger, wanted, TransferEstimates(0.0, transfer_s), NOW)

@@ -8,13 +8,12 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from random import Random
 
-from coordinator.control.instructions import Emit, End, MigrationEnded, Send
+from coordinator.control.instructions import RESEND_S, Emit, End, MigrationEnded, Send
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Registry, has_path
-from coordinator.control.request import RESEND_S
+from coordinator.control.scheduler import Scheduler
 from coordinator.control.slo import Slo
-from coordinator.control.tracker import Tracker
 from protos import fleet_pb2, inference_pb2
 from protos.convert import shape_to_wire
 from serving_core.errors import RequestError
@@ -206,7 +205,7 @@ class World:
         self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
         self.ledger = Ledger()
         self.metrics = Metrics()
-        self.tracker = Tracker(
+        self.scheduler = Scheduler(
             self.registry,
             self.ledger,
             self.metrics,
@@ -255,12 +254,12 @@ class World:
         max_tokens = self.random.randint(1, self.max_tokens)
         times = {"arrived_s": self.now, "deadline_s": self.now + DEADLINE_S, "now": self.now}
         try:
-            instructions = self.tracker.submit(
+            instructions = self.scheduler.submit(
                 request_id, Prompt(PROMPT), SamplingParams(max_tokens=max_tokens), slo=self._draw_slo(), **times
             )
         except RequestError:
             return
-        self.most_held = max(self.most_held, self.tracker.num_held)
+        self.most_held = max(self.most_held, self.scheduler.num_deferred)
         self.submitted[request_id] = (max_tokens, self.now)
         self.tokens[request_id] = []
         self.carry_out(instructions)
@@ -277,7 +276,7 @@ class World:
     def deliver_event(self):
         if waiting := [node for node in self.nodes if node.events]:
             node = self.random.choice(waiting)
-            self.carry_out(self.tracker.handle(node.node, node.events.popleft(), self.now))
+            self.carry_out(self.scheduler.handle(node.node, node.events.popleft(), self.now))
 
     def step(self):
         self._pick(lambda held: True, lambda node, key: node.work(key))
@@ -309,13 +308,13 @@ class World:
         index = self.random.randrange(len(self.nodes))
         lost = self.nodes[index]
         self.registry.lose(lost.node)
-        self.carry_out(self.tracker.lose(lost.node, self.now))
+        self.carry_out(self.scheduler.lose(lost.node, self.now))
         self.nodes[index] = SimulatedNode(self, lost.name)  # a new incarnation
 
     def abort(self):
         if self.submitted:
             request_id = self.random.choice(list(self.submitted))
-            self.carry_out(self.tracker.finish(request_id, inference_pb2.FINISH_REASON_ABORT, self.now))
+            self.carry_out(self.scheduler.finish(request_id, inference_pb2.FINISH_REASON_ABORT, self.now))
 
     def wait(self):
         self._beat("ready")
@@ -340,7 +339,7 @@ class World:
         load = {"step_s": 0.1, "step_weights": self.random.choice([[], STEP_WEIGHTS])}
         beat = events.heartbeat(state, prefill_tokens_per_s=self.random.choice([0.0, 1.0, 10.0]), **load)
         self.registry.heartbeat(node.node, beat.heartbeat, self.now)
-        self.carry_out(self.tracker.tick(self.now))
+        self.carry_out(self.scheduler.tick(self.now))
 
     def _pick(self, condition, action):
         if found := [(node, key) for node in self.nodes for key, held in node.held.items() if condition(held)]:
@@ -360,7 +359,7 @@ class World:
                     break
                 self.run(("deliver_command", "deliver_event", "step"), 1)
             self.now += max(RESEND_S, NODE_WAIT_S / 2)
-            self.carry_out(self.tracker.tick(self.now))
+            self.carry_out(self.scheduler.tick(self.now))
 
 
 def key_of(attempt):

@@ -11,20 +11,19 @@ from hypothesis import strategies as st
 from coordinator.control.admission import (
     FEWEST_FIRST_TOKENS,
     FEWEST_TOKENS,
-    FLOOR,
+    LATE_FLOOR,
     MAX_RETRY_AFTER_S,
     MIN_RETRY_AFTER_S,
     MOST_SPARE,
-    NUM_TAKEN,
+    NUM_RETRIES_MEASURED,
     Admission,
 )
-from coordinator.control.load import Prompt
+from coordinator.control.load import Ledger, Prompt
+from coordinator.control.placement.costs import TransferEstimates
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Placed, Wanted
-from coordinator.control.request import TrackedRequest
+from coordinator.control.request import Request, Timeline
 from coordinator.control.slo import Slo
-from coordinator.control.timeline import Timeline
-from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.errors import RequestError
 from serving_core.requests import LAST, Pooling, SamplingParams
 from serving_core.slo import WINDOW, Due
@@ -37,13 +36,16 @@ NUM_SEEDS = effort(300, 1000, 3000)
 LENGTH = events.LENGTH
 
 
+FULL = Placed(None, None, is_full=True)
+
+
 def admission(*, admits_late=False, max_queue_wait_s=0.0):
-    return Admission(admits_late=admits_late, max_queue_wait_s=max_queue_wait_s)
+    return Admission(Ledger(), admits_late=admits_late, max_queue_wait_s=max_queue_wait_s)
 
 
 def tracked(slo, *, max_tokens=10, now=NOW):
     sampling = SamplingParams(max_tokens=max_tokens)
-    return TrackedRequest("r/0", 1, Prompt(TOKENS), sampling, now + 1000.0, Timeline(now), slo)
+    return Request("r/0", 1, Prompt(TOKENS), sampling, now + 1000.0, Timeline(now), slo)
 
 
 def teach(found, late_share):
@@ -137,9 +139,9 @@ def decide(fleet, slo, *, late_share=0.0, num_tokens=10, found=None):
     request = tracked(slo, max_tokens=num_tokens)
     due = found.planned_due(request)
     wanted = Wanted(request.prompt, request.max_tokens, due=due, tpot_margin=found.tpot_margin)
-    costs = HandoverCosts(0.0, 0.001)
+    costs = TransferEstimates(0.0, 0.001)
     placed = POLICIES["auto"].place(fleet.registry.nodes, fleet.ledger, wanted, costs, NOW)
-    return found.may_begin(request, placed, NOW), placed
+    return found.keeps_slos(request, placed, NOW), placed
 
 
 MARGIN = 1.3  # of all that is, so that nobody is late before: who is late anyway does not count
@@ -276,7 +278,7 @@ def test_who_would_be_late_for_long_comes_back_after_that_and_keeps_nobody_waiti
 def prompted(number, slo=None, now=NOW):
     """One with a prompt of its own."""
     prompt = Prompt([number, *TOKENS])
-    return TrackedRequest(f"{number}/0", 1, prompt, SamplingParams(max_tokens=10), now + 1000.0, Timeline(now), slo)
+    return Request(f"{number}/0", 1, prompt, SamplingParams(max_tokens=10), now + 1000.0, Timeline(now), slo)
 
 
 def test_whoever_comes_leaves_time_and_a_slot_for_those_who_were_told_to_come():
@@ -284,23 +286,23 @@ def test_whoever_comes_leaves_time_and_a_slot_for_those_who_were_told_to_come():
     tenth is spared, has no second left for another."""
     found, slo, node = admission(), Slo("", 4.0, None), Fleet().add("b0")
     placed = Placed(node, node, least_prefill_s=3.0)
-    for number in range(NUM_TAKEN):
+    for number in range(NUM_RETRIES_MEASURED):
         now = NOW + number
         found.ended(tracked(None), now)
         told, new = prompted(number, slo, now), prompted(-1, slo, now)
         assert not found.is_hopeless(new, placed, now)
         assert found.num_spare(new, now) == 0
         found.refusal("WOULD_BE_LATE", "late", now, 1.0, told)
-        assert found.is_hopeless(new, placed, now) == (number > 0.6 * NUM_TAKEN), "few have come back yet"
-        found.arrives(told, now + 1.0)
-        assert told.has_turn
+        assert found.is_hopeless(new, placed, now) == (number > 0.6 * NUM_RETRIES_MEASURED), "few have come back yet"
+        found.arrived(told, now + 1.0)
+        assert told.came_back
     found.refusal("WOULD_BE_LATE", "late", now, 1.0, told)
     now += 1.0
-    told, new = prompted(NUM_TAKEN - 1, slo, now), prompted(-1, slo, now)
+    told, new = prompted(NUM_RETRIES_MEASURED - 1, slo, now), prompted(-1, slo, now)
     assert found.num_spare(new, now) == 1
-    found.arrives(new, now)
-    assert not new.has_turn
-    found.arrives(told, now)
+    found.arrived(new, now)
+    assert not new.came_back
+    found.arrived(told, now)
     assert found.num_spare(told, now) == 0
     assert not found.is_hopeless(told, placed, now)
 
@@ -328,7 +330,7 @@ def test_who_would_wait_longer_than_the_server_lets_is_refused_when_it_comes(adm
         world.submit("r/0")
     assert refusal.value.reason == "QUEUE_FULL"
     assert wait_of(refusal.value) == pytest.approx(9.0 - 7.0)
-    assert world.tracker.num_open == 3
+    assert world.scheduler.num_open == 3
 
 
 def test_who_is_in_time_is_not_refused_for_the_longest_wait():
@@ -345,7 +347,7 @@ def test_a_late_request_waits_no_longer_than_the_server_lets_either():
     world.submit("first/0")
     with pytest.raises(RequestError, match=r"after 3\.0 s, the limit is 2 s: try again in 1\.0 s"):
         world.submit("r/0", slo=Slo("", 3.0, None))
-    assert (world.tracker.num_open, world.tracker.num_held) == (1, 0)
+    assert (world.scheduler.num_open, world.scheduler.num_deferred) == (1, 0)
 
 
 def test_one_that_was_deferred_in_vain_waits_no_longer_than_the_server_lets_either():
@@ -394,11 +396,11 @@ def test_the_pace_of_a_queue_is_not_known_before_some_first_tokens_have_come(gap
         times_s.append(now)
         found.first_token(tracked(None), 1, now)
     if len(times_s) < FEWEST_FIRST_TOKENS:
-        found.check_wait(tracked(None), 0.0, num_waiting, now)
+        found.check_wait(tracked(None), FULL, num_waiting, now)
         return
     wait_s = num_waiting * (now - times_s[0]) / (len(times_s) - 1)
     with pytest.raises(RequestError, match=f"after {wait_s:.1f} s"):
-        found.check_wait(tracked(None), 0.0, num_waiting, now)
+        found.check_wait(tracked(None), FULL, num_waiting, now)
 
 
 def test_first_tokens_that_nobody_waits_behind_say_nothing_of_how_fast_a_queue_moves():
@@ -406,9 +408,9 @@ def test_first_tokens_that_nobody_waits_behind_say_nothing_of_how_fast_a_queue_m
     for number in range(FEWEST_FIRST_TOKENS):
         found.first_token(tracked(None), 1, NOW + number)
     with pytest.raises(RequestError, match=r"after 70\.0 s"):
-        found.check_wait(tracked(None), 0.0, 10 * (FEWEST_FIRST_TOKENS - 1), NOW + FEWEST_FIRST_TOKENS - 1)
+        found.check_wait(tracked(None), FULL, 10 * (FEWEST_FIRST_TOKENS - 1), NOW + FEWEST_FIRST_TOKENS - 1)
     found.first_token(tracked(None), 0, NOW + FEWEST_FIRST_TOKENS)
-    found.check_wait(tracked(None), 0.0, 100, NOW + FEWEST_FIRST_TOKENS)
+    found.check_wait(tracked(None), FULL, 100, NOW + FEWEST_FIRST_TOKENS)
 
 
 # ---- late ones ----
@@ -437,7 +439,7 @@ def begin(world, request_id, now=0.0):
 def test_a_late_request_is_owed_one_of_twenty_that_begin_while_it_waits():
     world, attempts = crowded_world()
     assert world.submit("later/0", max_tokens=200, slo=Slo("", 1e-3, 0.022)) == []
-    num_first = round(1 / FLOOR)
+    num_first = round(1 / LATE_FLOOR)
     for number in range(num_first):
         now = number * 1e-3  # so that all are as far as if they had begun at once
         assert world.step(attempts.pop(0), 1, LENGTH, now, node="b0") == ["emit 1:101", "end complete"], number
@@ -510,7 +512,7 @@ def test_what_a_node_refuses_ends_with_when_to_come_again():
     assert wait_of(world.outcome) == MIN_RETRY_AFTER_S
     assert "cannot be kept" in str(world.outcome)
     assert world.tell("d0", events.cancelled(world.attempt), 3.0) == []
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
     world.ledger.check_integrity()
 
 
@@ -519,7 +521,7 @@ def test_an_embedding_that_nobody_had_predicted_says_nothing_of_predictions():
     world = slow_world(admits_late=False)
     times = {"arrived_s": 0.0, "deadline_s": 100.0, "now": 0.0}
     asked = {"slo": Slo("", 2.0, None), "pooling": Pooling(LAST)}
-    world.short(world.tracker.submit("e/0", Prompt(PROMPT), SamplingParams(max_tokens=0), **times, **asked))
+    world.short(world.scheduler.submit("e/0", Prompt(PROMPT), SamplingParams(max_tokens=0), **times, **asked))
     assert world.tell("p0", events.failed(world.attempt, "WOULD_BE_LATE"), 1.0)[-1] == "end WOULD_BE_LATE"
     world.submit("first/0", now=1.0, slo=Slo("", 7.0, None))
     assert world.submit("second/0", now=1.0, slo=Slo("", 7.0, None)) == ["reserve d0", "prefill p0"]

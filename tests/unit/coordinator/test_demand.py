@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from coordinator.control.load import Lengths
+from coordinator.control.load import LengthEstimator
 from coordinator.control.nodes import MAX_NODES, Registry
 from coordinator.control.roles import CATCH_UP_S, LEAST_S, MAX_SAMPLES, WINDOW_S, Demand, Ended
 from coordinator.control.slo import Slo
@@ -85,7 +85,7 @@ def test_what_answers_share_takes_its_pool_once():
 
 @dataclass
 class Told:
-    """What the estimators of a tracker were told, in order."""
+    """What the estimators of a scheduler were told, in order."""
 
     arrived_s: list = field(default_factory=list)
     ended: list = field(default_factory=list)
@@ -107,7 +107,7 @@ def told(monkeypatch):
 
     note(Demand, "arrived", told.arrived_s)
     note(Demand, "ended", told.ended)
-    note(Lengths, "ended", told.lengths)
+    note(LengthEstimator, "ended", told.lengths)
     return told
 
 
@@ -163,7 +163,7 @@ def test_drained_nodes_tell_nothing():
     nodes = fleet(2)
     nodes[0].load.prefill_tokens_per_s = 1.0
     assert asked(2, usual=READ_ALONE).nodes_needed(nodes, 0) == 5  # at 500.5 tokens a second
-    nodes[0].load.state = "draining"
+    nodes[0].is_ready = False
     assert asked(2, usual=READ_ALONE).nodes_needed(nodes, 0) == 3
 
 
@@ -180,7 +180,7 @@ def test_the_tracker_counts_who_is_refused_and_how_answers_end(told):
     world.tick(20.0)
     assert told.arrived_s == [10.0, 10.0]
     assert told.ended == [Ended(num_prompt=3, num_computed=1, num_output=2, tpot_s=0.5)]
-    assert world.tracker.num_nodes_needed == 4, "the nodes have told nothing of their rates"
+    assert world.scheduler.num_nodes_needed == 4, "the nodes have told nothing of their rates"
 
 
 def test_what_ends_with_a_stop_string_or_an_embedding_counts_and_what_its_client_left_does_not(told):
@@ -188,7 +188,7 @@ def test_what_ends_with_a_stop_string_or_an_embedding_counts_and_what_its_client
     for name, reason in (("a/0", inference_pb2.FINISH_REASON_STOP), ("b/0", inference_pb2.FINISH_REASON_ABORT)):
         world.submit(name, max_tokens=500)
         world.first(world.attempt)
-        world.tracker.finish(name, reason, 0.0)
+        world.scheduler.finish(name, reason, 0.0)
     assert [each.num_output for each in told.ended] == [1]
     assert told.lengths == [1]
 

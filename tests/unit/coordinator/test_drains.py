@@ -40,7 +40,7 @@ def tells_of_numerics_ids(world, name, kind):
 
 
 def left_on(world, name):
-    return world.tracker.num_left(world.registry.find(name))
+    return world.scheduler.num_left(world.registry.find(name))
 
 
 def migration(world, target, source="d0", now=2.0):
@@ -119,7 +119,7 @@ def test_what_others_hold_already_counts_as_room_where_it_need_not_come(kind, ta
     d1, _ = world.attach("d1"), world.attach("d2", num_blocks=99)
     for name in ("d0", "d1"):
         tells_of_numerics_ids(world, name, kind)
-    world.ledger.write("other", d1, 165, Prompt(prompt).marks_shared(16))
+    world.ledger.decode("other", d1, 165, Prompt(prompt).hashes_shared(16))
     assert world.drain("d0", 1.0) == [f"reserve {target}"]
 
 
@@ -257,7 +257,7 @@ def test_a_prompt_that_gets_no_room_is_answered_where_it_was_read(waiting):
     timeline = waiting.outcome.timeline
     assert (timeline.credit_wait_s, timeline.decode_queue_s, timeline.decode_s) == (2.0, 0.5, 0.5)
     assert (timeline.prefill_node, timeline.decode_node, timeline.num_restarts) == ("p0", "p0", 0)
-    assert (waiting.tracker.num_open, waiting.metrics.num_kept) == (0, 1)
+    assert (waiting.scheduler.num_open, waiting.metrics.num_kept) == (0, 1)
 
 
 def test_a_prompt_whose_descriptor_is_out_is_not_kept_but_once_that_is_void(waiting):

@@ -1,4 +1,4 @@
-"""Embeddings: in the tracker, and at both API servers with nodes that the test speaks for."""
+"""Embeddings: in the scheduler, and at both API servers with nodes that the test speaks for."""
 
 import asyncio
 import base64
@@ -24,7 +24,7 @@ from tests.unit.coordinator.tracker_kit import PROMPT, World
 
 pytestmark = pytest.mark.usefixtures("programs_here")
 
-# ---- the tracker: a node that reads, none that writes ----
+# ---- the scheduler: a node that reads, none that writes ----
 
 
 def test_one_node_reads_and_its_word_is_the_end():
@@ -39,7 +39,7 @@ def test_one_node_reads_and_its_word_is_the_end():
     assert (complete.prompt_tokens, complete.completion_tokens, complete.cached_tokens) == (3, 0, 2)
     told = complete.timeline
     assert (told.prefill_node, told.decode_node, told.prefill_queue_s, told.prefill_s) == ("p0", "", 1.5, 0.5)
-    assert (world.tracker.num_open, world.account("p0")) == (0, (0, 0, 0, 0))
+    assert (world.scheduler.num_open, world.account("p0")) == (0, (0, 0, 0, 0))
     assert (world.metrics.num_prompt_tokens, world.metrics.num_cached_tokens) == (3, 2)
     world.ledger.check_integrity()
     assert world.tell("p0", event, now=3.0) == []
@@ -57,7 +57,7 @@ def test_a_word_about_an_embedding_that_nobody_asked_for_does_nothing():
     world = World()
     world.submit()
     assert world.tell("p0", events.embedded(world.attempt)) == []
-    assert world.tracker.num_open == 1
+    assert world.scheduler.num_open == 1
 
 
 @pytest.mark.parametrize("how", ["lost", "full", "draining"])

@@ -5,9 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from coordinator.control.request import SoFar
+from coordinator.control.request import Phase, SoFar
 from coordinator.control.slo import Slo
-from coordinator.control.timeline import Phase
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from tests import fleet_events as events
@@ -58,9 +57,14 @@ def end_of(world, attempt, now):
 def test_one_too_many_begins_when_another_one_has_ended():
     world, (first, second) = full_world()
     assert submit(world, "r", slo()) == []
-    tracker = world.tracker
-    assert (tracker.num_running, tracker.num_waiting, tracker.num_held, tracker.num_deferred) == (2, 1, 1, 0)
-    assert tracker.phases() == {Phase.DECODE: 2, Phase.PREFILL_QUEUE: 1}
+    scheduler = world.scheduler
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_deferred, scheduler.num_waiting_for_nodes) == (
+        2,
+        1,
+        1,
+        0,
+    )
+    assert scheduler.phases() == {Phase.DECODE: 2, Phase.PREFILL_QUEUE: 1}
     assert world.tick(1.0) == []
     assert end_of(world, first, 2.0) == ["emit 2:102", "end complete", "reserve b0"]
     assert world.attempt.request_id == "r/0"
@@ -69,7 +73,7 @@ def test_one_too_many_begins_when_another_one_has_ended():
     assert world.step(world.attempt, 1, events.LENGTH, node="b0", now=3.0)[-1] == "end complete"
     timeline = world.outcome.timeline
     assert (timeline.ttft_s, timeline.prefill_queue_s, timeline.prefill_s) == (3.0, 2.5, 0.5)
-    assert (tracker.num_open, tracker.num_held) == (0, 0)
+    assert (scheduler.num_open, scheduler.num_deferred) == (0, 0)
 
 
 def test_who_can_wait_no_longer_and_harms_others_goes_behind_all_that_come():
@@ -105,7 +109,7 @@ def test_who_would_gain_nothing_by_a_wait_and_harms_others_is_late_at_once(limit
     assert end_of(world, first, 0.1) == ["emit 2:102", "end complete"], "it leaves a place"
     assert submit(world, "s", slo(), now=0.1) == ["reserve b0"]
     assert world.tick(50.0) == []
-    assert world.tracker.num_held == 1
+    assert world.scheduler.num_deferred == 1
 
 
 def test_a_limit_on_tpot_alone_is_held_until_there_is_room():
@@ -282,9 +286,9 @@ def test_of_many_that_can_wait_no_longer_some_begin_with_each_look():
 def test_a_client_may_give_up_one_that_is_held():
     world, (first, _) = full_world()
     assert submit(world, "r", slo()) == []
-    assert world.short(world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 1.0)) == ["end complete"]
+    assert world.short(world.scheduler.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 1.0)) == ["end complete"]
     assert end_of(world, first, 2.0) == ["emit 2:102", "end complete"]
-    assert world.tracker.num_open == 1
+    assert world.scheduler.num_open == 1
 
 
 def test_one_that_is_held_ends_at_its_deadline():
@@ -299,7 +303,7 @@ def test_it_ends_once_where_its_node_drains_and_the_time_of_others_is_over(held_
     assert submit(world, "r", slo(ttft_s=1000.0), now=held_s) == []
     told = world.drain("b0", 100.0)
     assert told == ["cancel b0", "end DEADLINE_EXCEEDED"] * 2 + [f"end {reason}"]
-    assert world.tracker.num_held == 0
+    assert world.scheduler.num_deferred == 0
     assert world.tick(100.1) == []
 
 
@@ -307,7 +311,7 @@ def test_who_waits_for_nodes_in_vain_and_who_is_held_end_once_each():
     world, (first, _) = full_world()
     world.tell("b0", events.failed(first, "QUEUE_FULL"))
     assert submit(world, "r", slo(ttft_s=100.0), now=0.5) == []
-    assert world.tracker.num_deferred == world.tracker.num_held == 1
+    assert world.scheduler.num_deferred == world.scheduler.num_deferred == 1
     assert world.drain("b0", 2.0) == ["end NO_PREFILL_WORKER"] * 2
 
 
@@ -316,11 +320,11 @@ def test_one_that_is_held_waits_for_nodes_where_there_are_none_and_is_held_where
     assert submit(world, "r", slo()) == []
     world.lose("b0", now=1.0)
     world.tick(1.1)
-    assert (world.tracker.num_deferred, world.tracker.num_held) == (3, 0)
+    assert (world.scheduler.num_waiting_for_nodes, world.scheduler.num_deferred) == (3, 0)
     world.attach("b1", num_blocks=10_000, max_model_len=100_000)
     learn(world, "b1")
     assert world.tick(2.0) == ["reserve b1"] * 2, "those that have tokens"
-    assert (world.tracker.num_deferred, world.tracker.num_held) == (0, 1)
+    assert (world.scheduler.num_waiting_for_nodes, world.scheduler.num_deferred) == (0, 1)
     last = events.first_token(events.sampled(world.attempt, 2, 102, events.LENGTH))
     assert world.tell("b1", last, 2.5) == ["emit 2:102", "end complete", "reserve b1"]
 
@@ -333,7 +337,7 @@ def test_what_a_node_has_had_is_not_held():
     assert world.tell("b1", events.failed(world.attempt, "QUEUE_FULL")) == ["reserve b0"]
     assert world.tell("b0", events.failed(world.attempt, "QUEUE_FULL")) == []
     world.lose("b1", now=0.5)
-    assert (world.tracker.num_deferred, world.tracker.num_held) == (1, 0)
+    assert (world.scheduler.num_waiting_for_nodes, world.scheduler.num_deferred) == (1, 0)
     assert world.tick(1.1) == ["reserve b0"]
 
 
@@ -341,7 +345,7 @@ def test_without_a_wait_for_nodes_it_ends_with_them():
     world, _ = full_world(max_restarts=0)
     assert submit(world, "r", slo()) == []
     assert world.lose("b0", now=1.0) == ["end WORKER_LOST", "end NO_PREFILL_WORKER", "end WORKER_LOST"]
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
 
 
 def test_what_would_be_late_still_is_refused_then_where_such_are():
@@ -359,7 +363,7 @@ def test_who_would_wait_for_too_long_is_refused_at_once_where_such_are(ttft_s, i
     world, _ = full_world(admits_late=False)
     with nullcontext() if is_held else pytest.raises(RequestError, match=r"try again in 4\.0 s") as refusal:
         assert submit(world, "r", slo(ttft_s)) == []
-    assert world.tracker.num_held == is_held
+    assert world.scheduler.num_deferred == is_held
     assert is_held or float(refusal.value.metadata["retry_after_s"]) == pytest.approx(3.96)
 
 

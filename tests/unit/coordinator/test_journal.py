@@ -7,8 +7,8 @@ import pytest
 
 from coordinator.control.instructions import End
 from coordinator.control.metrics import Metrics
+from coordinator.control.request import Timeline
 from coordinator.control.request_log import CallRecord, Journal
-from coordinator.control.timeline import Timeline
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.process.telemetry import JsonFormatter

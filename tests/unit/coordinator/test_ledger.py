@@ -36,14 +36,14 @@ def accounts(ledger, nodes):
 
 def test_a_prompt_is_the_prefill_nodes_until_its_first_token_and_the_answer_grows_where_it_is_written(ledger, nodes):
     prefill_node, decode_node, _ = nodes
-    ledger.read("r", prefill_node, 70)
-    ledger.write("r", decode_node, 100)
+    ledger.prefill("r", prefill_node, 70)
+    ledger.decode("r", decode_node, 100)
     assert accounts(ledger, nodes) == [Account(70, 0, 0, 0), Account(0, 100, 1, 1), Account()]
     ledger.first_token("r", 0.0)
     ledger.tokens_came("r", decode_node, 3)
     assert accounts(ledger, nodes) == [Account(tokens_outgoing=100), Account(0, 103, 1, 0), Account()]
     assert ledger.running() == (1, 103, 103)
-    ledger.let_go("r", prefill_node)
+    ledger.release("r", prefill_node)
     assert accounts(ledger, nodes) == [Account(), Account(0, 103, 1, 0), Account()]
     ledger.end("r")
     assert accounts(ledger, nodes) == [Account()] * 3
@@ -52,8 +52,8 @@ def test_a_prompt_is_the_prefill_nodes_until_its_first_token_and_the_answer_grow
 def test_unread_are_answers_whose_prompts_the_node_that_writes_them_has_to_read(ledger, nodes):
     both, other, _ = nodes
     for name, prefill_node in (("own", both), ("elsewhere", other)):
-        ledger.read(name, prefill_node, 70)
-        ledger.write(name, both, 100)
+        ledger.prefill(name, prefill_node, 70)
+        ledger.decode(name, both, 100)
     assert (ledger.of(both).num_unread, ledger.of(other).num_unread) == (1, 0)
     ledger.first_token("own", 0.0)
     assert ledger.of(both).num_unread == 0
@@ -65,8 +65,8 @@ def test_what_an_answer_will_have_is_guessed_again_when_it_has_that(ledger, node
     decode_node = nodes[0]
     for length in [20] * 85 + [2000] * 15:
         ledger.lengths.ended(length)
-    ledger.owe("r", Due(1.0, 0.1), 0, 500)
-    ledger.write("r", decode_node, 100)
+    ledger.set_due("r", Due(1.0, 0.1), 0, 500)
+    ledger.decode("r", decode_node, 100)
     assert ledger.most_left(0.0)[decode_node] == 20
     ledger.tokens_came("r", decode_node, 19)
     assert ledger.most_left(1.0)[decode_node] == 1
@@ -81,9 +81,9 @@ def test_what_an_answer_will_have_is_guessed_again_when_it_has_that(ledger, node
 
 def test_a_node_that_reads_and_writes_the_same_request_counts_both(ledger, nodes):
     node = nodes[0]
-    ledger.read("r", node, 70)
-    ledger.write("r", node, 100)
-    ledger.read("s", node, 5)  # for another node
+    ledger.prefill("r", node, 70)
+    ledger.decode("r", node, 100)
+    ledger.prefill("s", node, 5)  # for another node
     assert ledger.of(node) == Account(75, 100, 1, num_unread=1)
     ledger.first_token("r", 0.0)
     assert ledger.of(node) == Account(5, 100, 1, 0)
@@ -92,24 +92,24 @@ def test_a_node_that_reads_and_writes_the_same_request_counts_both(ledger, nodes
 
 def test_an_answer_that_is_to_be_written_elsewhere_counts_on_both_nodes_until_one_lets_go(ledger, nodes):
     source, target, _ = nodes
-    ledger.read("r", source, 10)
-    ledger.write("r", source, 10)
+    ledger.prefill("r", source, 10)
+    ledger.decode("r", source, 10)
     ledger.first_token("r", 0.0)
-    ledger.write("r", target, 12)
+    ledger.decode("r", target, 12)
     assert accounts(ledger, nodes) == [Account(0, 10, 1, 0), Account(0, 12, 1, 0), Account()]
-    ledger.let_go("r", source)
-    ledger.let_go("r", source)
+    ledger.release("r", source)
+    ledger.release("r", source)
     ledger.tokens_came("r", target, 1)
     assert accounts(ledger, nodes) == [Account(), Account(0, 13, 1, 0), Account()]
 
 
 def test_a_prompt_that_is_answered_where_it_was_read_is_not_held_for_another_node(ledger, nodes):
     prefill_node, decode_node, _ = nodes
-    ledger.read("r", prefill_node, 70)
-    ledger.write("r", decode_node, 100)
+    ledger.prefill("r", prefill_node, 70)
+    ledger.decode("r", decode_node, 100)
     ledger.first_token("r", 0.0)
-    ledger.let_go("r", decode_node)
-    ledger.write("r", prefill_node, 101)
+    ledger.release("r", decode_node)
+    ledger.decode("r", prefill_node, 101)
     assert accounts(ledger, nodes) == [Account(0, 101, 1, 0), Account(), Account()]
 
 
@@ -117,11 +117,11 @@ def test_of_a_pool_what_goes_to_other_nodes_takes_half_at_most(ledger, nodes):
     node, decode_node, _ = nodes
     assert node.pool_tokens == 1600
     for request_id, num_tokens, num_taken in (("r", 500, 500), ("s", 290, 790), ("t", 100, 800)):
-        ledger.read(request_id, node, num_tokens)
-        ledger.write(request_id, decode_node, num_tokens)
+        ledger.prefill(request_id, node, num_tokens)
+        ledger.decode(request_id, decode_node, num_tokens)
         ledger.first_token(request_id, 0.0)
         assert ledger.tokens_taken(node) == num_taken
-    ledger.write("own", node, 10)
+    ledger.decode("own", node, 10)
     assert ledger.tokens_taken(node) == 810
 
 
@@ -133,7 +133,7 @@ def alike(number, num_common=320):
 def write_alike(ledger, node, count):
     for number in range(count):
         prompt = alike(number)
-        ledger.write(f"{number}", node, len(prompt), prompt.marks(node.block_size))
+        ledger.decode(f"{number}", node, len(prompt), prompt.block_hashes(node.block_size))
 
 
 def test_what_answers_begin_with_alike_the_pool_holds_once(ledger, nodes):
@@ -156,12 +156,12 @@ def test_what_is_read_for_another_node_shares_with_the_answers_beside_it(ledger,
     node, decode_node, _ = nodes
     write_alike(ledger, node, 2)
     prompt = alike(7)
-    ledger.read("r", node, 40, prompt.marks(16))
-    ledger.write("r", decode_node, len(prompt), prompt.marks(16))
+    ledger.prefill("r", node, 40, prompt.block_hashes(16))
+    ledger.decode("r", decode_node, len(prompt), prompt.block_hashes(16))
     assert ledger.tokens_taken(node) == 400
     ledger.first_token("r", 0.0)
     assert ledger.tokens_taken(node) == 440
-    ledger.let_go("r", node)
+    ledger.release("r", node)
     assert ledger.tokens_taken(node) == 400
     ledger.check_integrity()
 
@@ -172,12 +172,12 @@ def test_an_answer_that_comes_whole_holds_all_its_blocks_by_itself(ledger, nodes
     write_alike(ledger, node, 3)
     assert ledger.tokens_taken(node) == 360 + 2 * 40
     ledger.first_token("0", 0.0)
-    ledger.write("0", other, 370)
-    ledger.let_go("0", node)
+    ledger.decode("0", other, 370)
+    ledger.release("0", node)
     assert [ledger.tokens_taken(each) for each in (node, other)] == [400, 370]
-    ledger.write("0", node, 380)
+    ledger.decode("0", node, 380)
     assert ledger.tokens_taken(node) == 780
-    ledger.write("1", node, 390)
+    ledger.decode("1", node, 390)
     assert ledger.tokens_taken(node) == 380 + 390 + 360
     ledger.check_integrity()
 
@@ -185,11 +185,11 @@ def test_an_answer_that_comes_whole_holds_all_its_blocks_by_itself(ledger, nodes
 def test_a_node_that_has_told_of_no_block_may_keep_none(ledger, nodes):
     node = nodes[0]
     for number in range(2):
-        ledger.owe(f"{number}", Due(1.0, 0.1), 0, 10)
+        ledger.set_due(f"{number}", Due(1.0, 0.1), 0, 10)
     write_alike(ledger, node, 2)
-    assert [ledger.tokens_alone(node, each) for each in ledger.owed(node)] == [40, 40]
+    assert [ledger.tokens_alone(node, each) for each in ledger.limited_parts(node)] == [40, 40]
     node.hints.clear()
-    assert [ledger.tokens_alone(node, each) for each in ledger.owed(node)] == [360, 360]
+    assert [ledger.tokens_alone(node, each) for each in ledger.limited_parts(node)] == [360, 360]
     assert ledger.tokens_taken(node) == 2 * 360
     assert ledger.tokens_shared(node, alike(2)) == 0
     assert ledger.tokens_spared("0") == 0.0
@@ -199,7 +199,7 @@ def test_a_node_that_has_told_of_no_block_may_keep_none(ledger, nodes):
 
 
 def test_what_is_unknown_is_over_already(ledger, nodes):
-    ledger.let_go("r", nodes[0])
+    ledger.release("r", nodes[0])
     ledger.end("r")
     assert accounts(ledger, nodes) == [Account()] * 3
 
@@ -231,16 +231,16 @@ class Plain:
         self.reads[request_id, node], self.writes[request_id, other] = number, number + 64
         self.read_marks[request_id, node] = self.held_marks[request_id, other] = marks_of(number)
         self.dues[request_id] = Due(1.0, 0.1)
-        ledger.owe(request_id, self.dues[request_id], 0, 10)
-        ledger.read(request_id, node, number, marks_of(number))
-        ledger.write(request_id, other, number + 64, marks_of(number))
+        ledger.set_due(request_id, self.dues[request_id], 0, 10)
+        ledger.prefill(request_id, node, number, marks_of(number))
+        ledger.decode(request_id, other, number + 64, marks_of(number))
 
     def migration(self, ledger, request_id, node, _, number):
         if self.has(request_id) and request_id in self.begun:
             self.writes[request_id, node] = number
             for table in (self.outgoing, self.held_marks):
                 table.pop((request_id, node), None)
-            ledger.write(request_id, node, number)
+            ledger.decode(request_id, node, number)
 
     def first_token(self, ledger, request_id, *_):
         if not self.has(request_id) or request_id in self.begun:
@@ -263,7 +263,7 @@ class Plain:
     def let_go(self, ledger, request_id, node, *_):
         for table in (self.reads, self.writes, self.outgoing, self.read_marks, self.held_marks):
             table.pop((request_id, node), None)
-        ledger.let_go(request_id, node)
+        ledger.release(request_id, node)
         if not self.has(request_id):
             self.end(ledger, request_id)
 
@@ -333,10 +333,14 @@ def test_accounts_are_the_sums_of_what_was_told(actions):
         assert ledger.tokens_spared(request_id) == pytest.approx(spared)
         for node in nodes:
             assert ledger.tokens_taken(node) == plain.taken(node)
-            alone = [(each.due, ledger.tokens_alone(node, each)) for each in ledger.owed(node) if each.is_written]
+            alone = [
+                (each.due, ledger.tokens_alone(node, each)) for each in ledger.limited_parts(node) if each.is_written
+            ]
             assert sorted(alone, key=id_of_due) == sorted(plain.alone(node), key=id_of_due)
             read = [marks for (_, prefill_node), marks in plain.read_marks.items() if prefill_node is node]
-            assert all((mark in ledger.marks_read(node)) == any(mark in each for each in read) for mark in range(1, 4))
+            assert all(
+                (mark in ledger.prefill_hashes(node)) == any(mark in each for each in read) for mark in range(1, 4)
+            )
 
 
 def id_of_due(pair):

@@ -128,7 +128,7 @@ def beat(world, name, state="ready", step_tokens=NO_STEPS, **load):
 
 
 def families(world):
-    text = Exposition(world.metrics, world.tracker, world.registry, "m").render().decode()
+    text = Exposition(world.metrics, world.scheduler, world.registry, "m").render().decode()
     told = {family.name: family for family in text_string_to_metric_families(text)}
     return {name: family for name, family in told.items() if not name.startswith("process_")}
 
@@ -206,7 +206,7 @@ def run_of_two(world):
     world.tell("d1", events.step_tokens(*tokens, step_s=0.5), 19.0)
     world.metrics.answered("stop", world.outcome)
     world.submit("b/0", now=20.0)
-    world.short(world.tracker.finish("b/0", events.ABORT, 21.0))
+    world.short(world.scheduler.finish("b/0", events.ABORT, 21.0))
     world.metrics.answered("abort", world.outcome)
 
 
@@ -360,7 +360,7 @@ def test_a_node_that_does_not_count_its_steps_tells_no_histogram(world):
 
 def test_what_is_told_is_open_metrics_too(world):
     run_of_two(world)
-    told = Exposition(world.metrics, world.tracker, world.registry, "m").collect()
+    told = Exposition(world.metrics, world.scheduler, world.registry, "m").collect()
     ours = [metric for metric in told if not metric.name.startswith("vllm:")]  # a histogram of vLLM's ends in _total
     text = openmetrics_latest(SimpleNamespace(collect=lambda: ours)).decode()
     found = {sample.name: sample.value for family in openmetrics_families(text) for sample in family.samples}
@@ -412,7 +412,7 @@ def test_figures_of_nodes_are_those_of_attached_ones(world):
 
 def test_names_of_models_are_escaped():
     world = World()
-    text = Exposition(Metrics(), world.tracker, world.registry, 'a"b\\c\nd').render().decode()
+    text = Exposition(Metrics(), world.scheduler, world.registry, 'a"b\\c\nd').render().decode()
     models = {sample.labels["model_name"] for family in text_string_to_metric_families(text)
               for sample in family.samples if family.name.startswith("vllm:")}  # fmt: skip
     assert models == {'a"b\\c\nd'}

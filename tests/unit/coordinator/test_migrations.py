@@ -2,8 +2,8 @@
 
 import pytest
 
+from coordinator.control.instructions import RESEND_S
 from coordinator.control.migration import NUM_TOKENS_AHEAD, RESERVE_TIMEOUT_S, REST_S, RETRY_S
-from coordinator.control.request import RESEND_S
 from coordinator.control.slo import Slo
 from protos import fleet_pb2, inference_pb2
 from serving_core.node.prefix import MIXED_NUMERICS
@@ -228,10 +228,10 @@ def test_the_end_of_an_answer_ends_its_move_at_every_step(world, bring, said, ho
         assert world.tick(1000.0)[-len(said) - 1 :] == [*said, "end DEADLINE_EXCEEDED"]
     else:
         reason = inference_pb2.FINISH_REASON_ABORT if how == "client" else inference_pb2.FINISH_REASON_STOP
-        assert world.short(world.tracker.finish("r/0", reason, 5.0)) == [*said, "end complete"]
+        assert world.short(world.scheduler.finish("r/0", reason, 5.0)) == [*said, "end complete"]
     for name, attempt in (("d0", world.source), ("d1", world.target)):
         world.tell(name, events.cancelled(attempt), 1000.0)
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
     assert world.commit(now=1001.0) == []
 
 
@@ -241,7 +241,7 @@ def test_the_last_token_of_the_source_ends_the_answer_and_the_move(world, step):
     assert world.step(world.source, 2, events.LENGTH) == ["emit 2:102", "cancel d1", "ended", "end complete"]
     assert world.commit() == []
     world.tell("d1", events.cancelled(world.target))
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
 
 
 @pytest.mark.parametrize("step", ["reserving", "migrating"])
@@ -293,7 +293,7 @@ def test_an_answer_moves_ten_times(world):
     timeline = world.outcome.timeline
     assert (timeline.num_moves, timeline.num_restarts, timeline.decode_node) == (10, 0, nodes[0])
     assert (world.outcome.moved_kv_bytes, world.outcome.kv_bytes) == (50, 150)
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
 
 
 # ---- answers that leave a node on which they fall behind their limit ----
@@ -371,8 +371,8 @@ def test_nobody_moves_to_where_it_makes_another_one_late():
     world = written_on_d0(0.024, 0.1, 0.1)
     d1 = world.registry.find("d1")
     due = Due(tpot_s=0.016)
-    world.ledger.owe("there", due, 0, 10)
-    world.ledger.write("there", d1, 10)
+    world.ledger.set_due("there", due, 0, 10)
+    world.ledger.decode("there", d1, 10)
     assert world.tick(0.03) == []
     due.tpot_s = 0.021
     assert world.tick(0.03) == ["reserve d1"]
@@ -393,8 +393,8 @@ def written_on_b0(*tpots_s, num_left, ttft_s=10.0):
     b1 = world.attach("b1")
     learn(world, "b0")  # that its steps take longer, when it has been given too much
     learn(world, "b1")
-    world.ledger.owe("there", Due(tpot_s=0.1), 0, num_left)
-    world.ledger.write("there", b1, 10)
+    world.ledger.set_due("there", Due(tpot_s=0.1), 0, num_left)
+    world.ledger.decode("there", b1, 10)
     return world
 
 

@@ -4,11 +4,11 @@ that none of it grows without end."""
 import pytest
 from google.protobuf.json_format import MessageToJson
 
-from coordinator.control import lives
-from coordinator.control.lives import MAX_ENDED, WINDOW_S
-from coordinator.control.overview import MAX_LIVE, MAX_SAMPLES, Overview
+from coordinator.api.overview import MAX_IN_FLIGHT, MAX_SAMPLES, Overview
+from coordinator.control import request_log
+from coordinator.control.request import MAX_MARKS, Phase, Timeline
+from coordinator.control.request_log import MAX_ENDED, WINDOW_S
 from coordinator.control.slo import AttainmentCounts, Slo, SloClass
-from coordinator.control.timeline import MAX_MARKS, Phase, Timeline
 from serving_core.errors import RequestError
 from serving_core.reasons import WORKER_LOST
 from tests import fleet_events as events
@@ -19,7 +19,7 @@ LIMITS = {"chat": "ttft:500", "batch": "priority:10"}
 
 def overview_of(world, start_s=0.0):
     return Overview(
-        world.registry, world.ledger, world.tracker, world.metrics, model_name="m", start_s=start_s, limits=LIMITS
+        world.registry, world.ledger, world.scheduler, world.metrics, model_name="m", start_s=start_s, limits=LIMITS
     )
 
 
@@ -103,7 +103,7 @@ def test_a_lost_node_shows_as_a_second_attempt_and_the_wait_for_one_as_no_node()
 def test_an_error_ends_a_life_by_its_reason_alone():
     world = World()
     world.submit()
-    world.tracker.fail("r/0", RequestError(WORKER_LOST, "words that may quote something"), 2.0)
+    world.scheduler.fail("r/0", RequestError(WORKER_LOST, "words that may quote something"), 2.0)
     overview = told(world, 3.0)
     assert [life.end for life in overview.ended] == [WORKER_LOST]
     assert "words" not in MessageToJson(overview)
@@ -139,11 +139,11 @@ def test_the_lives_that_are_kept_are_bounded():
     world = World(max_live=10_000)
     for index in range(MAX_ENDED + 7):
         answer(world, f"r{index}/0", now=float(index))
-    for index in range(MAX_LIVE + 7):
+    for index in range(MAX_IN_FLIGHT + 7):
         world.submit(f"live{index}/0")
     overview = told(world, 200.0)
     assert [life.number for life in overview.ended] == list(range(8, MAX_ENDED + 8))
-    assert [life.answer_id for life in overview.live] == [f"live{index}/0" for index in range(7, MAX_LIVE + 7)]
+    assert [life.answer_id for life in overview.live] == [f"live{index}/0" for index in range(7, MAX_IN_FLIGHT + 7)]
 
 
 def test_a_timeline_without_end_keeps_its_beginning_and_its_last_span():
@@ -179,9 +179,9 @@ def test_times_by_class_against_limits():
     answer(world, "late/0", slo=chat, ttft_s=0.75)
     answer(world, "kept/0", slo=chat, ttft_s=0.25)
     world.submit("failed/0", slo=chat)
-    world.tracker.fail("failed/0", RequestError(WORKER_LOST, "gone"), 3.0)
+    world.scheduler.fail("failed/0", RequestError(WORKER_LOST, "gone"), 3.0)
     world.submit("left/0", slo=chat)
-    world.tracker.finish("left/0", events.ABORT, 3.0)
+    world.scheduler.finish("left/0", events.ABORT, 3.0)
     every, in_class, unnamed = told(world, 20.0).times
     assert (every.slo_class, every.num_answers, every.num_limited, every.num_met) == ("", 12, 3, 1)
     assert (in_class.slo_class, in_class.limits, in_class.num_answers) == ("chat", "ttft:500", 3)
@@ -193,7 +193,7 @@ def test_times_by_class_against_limits():
 
 
 def test_times_are_those_of_a_window_and_bounded(monkeypatch):
-    monkeypatch.setattr(lives, "MAX_TIMES", 100)
+    monkeypatch.setattr(request_log, "MAX_TIMES", 100)
     world = World(max_live=10_000)
     answer(world, "early/0", now=0.0)
     assert told(world, 2.0 + WINDOW_S).times[0].num_answers == 1
@@ -211,7 +211,7 @@ def test_rates_are_those_of_the_last_seconds():
         world.metrics.num_prompt_tokens += 7
         world.metrics.finished["stop"] += 2
         node = world.registry.find("d0")
-        node.num_tokens_written += 5
+        node.num_generated_tokens += 5
         world.registry.heartbeat(
             world.registry.find("p0"),
             events.heartbeat(num_prompt_tokens=20 * second, num_cached_tokens=8 * second).heartbeat,

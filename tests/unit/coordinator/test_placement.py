@@ -8,17 +8,16 @@ from hypothesis import strategies as st
 
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.nodes import Registry
-from coordinator.control.placement.costs import Costs
+from coordinator.control.placement.costs import Costs, TransferEstimates
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Wanted
-from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.errors import RequestError
 from serving_core.shapes import Shape
 from tests import fleet_events as events
 
 TOKENS = list(range(1, 101))
 HINTS = events.block_hints(TOKENS)  # six full blocks of 16
-FREE = HandoverCosts()
+FREE = TransferEstimates()
 
 
 @pytest.fixture
@@ -40,9 +39,9 @@ def admit(registry, name, rate=1000.0, step_s=0.0, state="ready", **hello):
 def assign(ledger, node, num_to_compute, num_held=0):
     """One more request: the node is still to read its prompt, or has the answer's first token."""
     request_id = f"{random.random()}"
-    ledger.read(request_id, node, num_to_compute)
+    ledger.prefill(request_id, node, num_to_compute)
     if num_held:
-        ledger.write(request_id, node, num_held)
+        ledger.decode(request_id, node, num_held)
     if not num_to_compute:
         ledger.first_token(request_id, 0.0)
 
@@ -118,7 +117,7 @@ def test_where_no_other_node_can_read_a_prompt_its_decode_node_does(registry, le
 
 def test_a_prompt_goes_where_it_is_read_first(registry, ledger):
     b0, b1 = admit(registry, "b0"), admit(registry, "b1", rate=500.0)
-    slow = HandoverCosts(transfer_s=10.0)
+    slow = TransferEstimates(transfer_s=10.0)
     assert placed(registry, ledger, slow) == "b0 b0"  # 0.1 s against 0.2 s
     assign(ledger, b0, 90, 90)  # 0.19 s, and 0.1 s for the other: in all 0.29 s
     assert placed(registry, ledger, slow) == "b1 b1"
@@ -156,7 +155,7 @@ def test_a_pair_or_one_node_whatever_adds_the_fewest_seconds(
         assign(ledger, b0, waiting, waiting)
     for _ in range(writing):
         assign(ledger, b0, 0, 10)
-    assert placed(registry, ledger, handover=HandoverCosts(transfer_s=transfer_s)) == chosen
+    assert placed(registry, ledger, handover=TransferEstimates(transfer_s=transfer_s)) == chosen
 
 
 def test_a_node_that_writes_reads_for_another_one_where_that_disturbs_less(registry, ledger):
@@ -167,8 +166,8 @@ def test_a_node_that_writes_reads_for_another_one_where_that_disturbs_less(regis
     for _ in range(5):
         assign(ledger, b1, 0, 10)
     # b1 alone 0.1 s + 0.5 s; b2 for b1 0.1 s + 0.1 s
-    assert placed(registry, ledger, HandoverCosts(transfer_s=0.01)) == "b2 b1"
-    assert placed(registry, ledger, HandoverCosts(transfer_s=0.5)) == "b1 b1"
+    assert placed(registry, ledger, TransferEstimates(transfer_s=0.01)) == "b2 b1"
+    assert placed(registry, ledger, TransferEstimates(transfer_s=0.5)) == "b1 b1"
 
 
 def test_fewer_tokens_a_step_cost_more_steps_of_the_answers(registry, ledger):
@@ -176,7 +175,7 @@ def test_fewer_tokens_a_step_cost_more_steps_of_the_answers(registry, ledger):
     b1 = admit(registry, "b1", step_s=0.01)
     for node in (b0, b1):
         assign(ledger, node, 0, 10)
-    assert placed(registry, ledger, HandoverCosts(transfer_s=10.0)) == "b1 b1"  # one step more, not ten
+    assert placed(registry, ledger, TransferEstimates(transfer_s=10.0)) == "b1 b1"  # one step more, not ten
 
 
 @pytest.mark.parametrize(("num_queued", "chosen"), [(8, "b0 b0"), (10, "p0 b0")])
@@ -184,8 +183,8 @@ def test_of_the_answers_to_come_those_count_that_come_in_the_meantime(registry, 
     """In the 0.1 s that the prompt takes, a third of the queue of 0.3 s is handed over: 0.4 s against 0.1 s a head."""
     p0, b0 = admit(registry, "p0"), admit(registry, "b0")
     for number in range(num_queued):
-        ledger.read(f"{number}", p0, 300 / num_queued)
-        ledger.write(f"{number}", b0, 10)
+        ledger.prefill(f"{number}", p0, 300 / num_queued)
+        ledger.decode(f"{number}", b0, 10)
     assert placed(registry, ledger) == chosen
 
 
@@ -198,17 +197,17 @@ def test_what_a_node_holds_it_need_not_compute(registry, ledger, num_held_p, num
     fifth of them once more."""
     for name, num_held in (("p0", num_held_p), ("b0", num_held_b)):
         registry.cache_changed(admit(registry, name), events.cache_changed(HINTS[:num_held]).cache_changed)
-    assert placed(registry, ledger, handover=HandoverCosts(transfer_s=transfer_s)) == chosen
+    assert placed(registry, ledger, handover=TransferEstimates(transfer_s=transfer_s)) == chosen
 
 
 def test_an_unknown_rate_is_that_of_the_others_and_without_any_nodes_that_only_read_come_first(registry, ledger):
     admit(registry, "p0", rate=0.0)
     b0 = admit(registry, "b0", rate=0.0)
-    assert placed(registry, ledger, handover=HandoverCosts(transfer_s=100.0)) == "p0 b0"
+    assert placed(registry, ledger, handover=TransferEstimates(transfer_s=100.0)) == "p0 b0"
     registry.heartbeat(b0, events.heartbeat(prefill_tokens_per_s=1000.0).heartbeat, 0.0)
     assign(ledger, b0, 0, 1)
-    assert placed(registry, ledger, handover=HandoverCosts(transfer_s=0.09)) == "p0 b0"  # 0.19 s against 0.2 s
-    assert placed(registry, ledger, handover=HandoverCosts(transfer_s=0.11)) == "b0 b0"
+    assert placed(registry, ledger, handover=TransferEstimates(transfer_s=0.09)) == "p0 b0"  # 0.19 s against 0.2 s
+    assert placed(registry, ledger, handover=TransferEstimates(transfer_s=0.11)) == "b0 b0"
 
 
 @pytest.mark.parametrize(("queued", "chosen"), [(0, "p0 b0"), (500, "p0 b0"), (550, "p0 b0"), (700, "b0 b0")])
@@ -217,7 +216,7 @@ def test_a_prompt_of_another_node_is_read_while_it_waits_for_credit(registry, le
     p0, b0 = admit(registry, "p0"), admit(registry, "b0", max_num_seqs=1)
     assign(ledger, p0, queued)
     assign(ledger, b0, 0, 10)
-    assert placed(registry, ledger, handover=HandoverCosts(credit_s=0.5)) == chosen
+    assert placed(registry, ledger, handover=TransferEstimates(credit_s=0.5)) == chosen
 
 
 def test_prompts_that_wait_for_other_nodes_fill_a_pool_too(registry, ledger):
@@ -228,12 +227,12 @@ def test_prompts_that_wait_for_other_nodes_fill_a_pool_too(registry, ledger):
         return Costs(registry.nodes, ledger, Prompt(TOKENS), FREE).writing(b0).is_full
 
     assign(ledger, b0, 0, 750)
-    ledger.read("other", b0, 751)
-    ledger.write("other", d0, 751)
+    ledger.prefill("other", b0, 751)
+    ledger.decode("other", d0, 751)
     assert not is_full()
     ledger.first_token("other", 0.0)
     assert is_full()
-    ledger.let_go("other", b0)
+    ledger.release("other", b0)
     assert not is_full()
 
 
@@ -246,12 +245,12 @@ def test_a_prompt_fills_a_pool_by_what_is_not_held_there_for_others(registry, le
     def is_full(prompt):
         return Costs(registry.nodes, ledger, prompt, FREE).writing(b0).is_full
 
-    ledger.write("first", b0, 100, Prompt(TOKENS).marks(16))
-    ledger.write("other", b0, 1496)
+    ledger.decode("first", b0, 100, Prompt(TOKENS).block_hashes(16))
+    ledger.decode("other", b0, 1496)
     assert not is_full(Prompt(TOKENS))
     assert is_full(Prompt([*TOKENS, 7]))
     assert is_full(Prompt([7, *range(1, 5)]))
-    ledger.write("second", b0, 100, Prompt(TOKENS).marks(16))
+    ledger.decode("second", b0, 100, Prompt(TOKENS).block_hashes(16))
     assert is_full(Prompt(TOKENS))
     b0.hints.clear()  # or it may keep none
     ledger.end("second")
@@ -262,17 +261,17 @@ def test_of_decode_nodes_that_cost_the_same_one_is_taken_that_holds_the_beginnin
     """Whether it has said so yet or not; what it has said is not counted once more."""
     for name in ("p0", "d0", "d1"):
         registry.cache_changed(admit(registry, name), events.cache_changed([1]).cache_changed)
-    ledger.write("other", registry.find("d0"), 100)
-    ledger.write("alike", registry.find("d1"), 190, Prompt(TOKENS).marks(16))
+    ledger.decode("other", registry.find("d0"), 100)
+    ledger.decode("alike", registry.find("d1"), 190, Prompt(TOKENS).block_hashes(16))
     assert placed(registry, ledger) == "p0 d1"  # 194 of 1600 against 200
     registry.cache_changed(registry.find("d1"), events.cache_changed(HINTS).cache_changed)
-    ledger.write("more", registry.find("d1"), 10)
+    ledger.decode("more", registry.find("d1"), 10)
     assert placed(registry, ledger) == "p0 d0"
 
 
 def test_a_full_node_is_the_last_choice(registry, ledger):
     b0, _ = admit(registry, "b0"), admit(registry, "b1", rate=1.0)
-    slow = HandoverCosts(transfer_s=1000.0)
+    slow = TransferEstimates(transfer_s=1000.0)
     assert placed(registry, ledger, slow) == "b0 b0"
     assign(ledger, b0, 0, b0.pool_tokens - len(TOKENS))
     assert placed(registry, ledger, slow) == "b0 b0"
@@ -319,7 +318,7 @@ def test_the_choice_is_as_good_as_the_best_of_all_pairs(described, num_tokens, t
         name, options = f"{node['role']}{index}", {"state": node["state"], "num_blocks": node["num_blocks"]}
         admitted = admit(registry, name, node["rate"], node["step_s"], **options)
         if node["to_read"] and admitted.shape.reads:
-            ledger.read(f"read {index}", admitted, node["to_read"])
+            ledger.prefill(f"read {index}", admitted, node["to_read"])
         for tokens in node["written"] if admitted.shape.writes else []:
             assign(ledger, admitted, 0, tokens)
         avoid += [admitted] if node["avoided"] else []
@@ -331,7 +330,7 @@ def test_the_choice_is_as_good_as_the_best_of_all_pairs(described, num_tokens, t
         if prefill_node.shape.reads and decode_node.shape.writes
         if len(TOKENS) <= prefill_node.max_request_tokens and num_tokens <= decode_node.max_request_tokens
     ]
-    handover, wanted = HandoverCosts(credit_s, transfer_s), Wanted(Prompt(TOKENS), num_tokens, avoid)
+    handover, wanted = TransferEstimates(credit_s, transfer_s), Wanted(Prompt(TOKENS), num_tokens, avoid)
     if not pairs:
         with pytest.raises(RequestError):
             place(registry, ledger, wanted, handover)

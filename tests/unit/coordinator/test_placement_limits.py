@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.control.load import Prompt
+from coordinator.control.load import NO_ARRIVALS, Arrivals, Prompt
 from coordinator.control.placement.lateness import LOST, Lateness, Pace, spared, step_s
 from coordinator.control.placement.policies import POLICIES
-from coordinator.control.placement.policy import NOTHING_COMES, Coming, Wanted
+from coordinator.control.placement.policy import Wanted
 from serving_core.slo import Due
 from tests import fleet_events as events
 from tests.unit.coordinator.placement_kit import COMING, NOW, TOKENS, Fleet
@@ -110,12 +110,12 @@ def test_a_prompt_is_not_read_beside_the_answers_of_those_that_come(fleet):
     written at any time, in steps of 20 ms: of 24 ms they leave a sixth."""
     b0, _ = fleet.add("b0"), fleet.add("b1")
     fleet.writes(b0, 0.024, num_left=2)
-    due, coming = Due(NOW + 0.3, 0.024), Coming(8.0, 100.0)
+    due, coming = Due(NOW + 0.3, 0.024), Arrivals(8.0, 100.0)
     there = fleet.late(b0, due, num_tokens=50, coming=coming)
     assert there.own_begins_s < 0.15
     assert there.lasting_begins_s == pytest.approx(0.110 * 6)
     assert names(fleet.place(due, num_tokens=50, coming=coming)) == "b1 b0"
-    assert fleet.late(b0, due, num_tokens=50, coming=NOTHING_COMES).lasting_begins_s == pytest.approx(0.110 * 2)
+    assert fleet.late(b0, due, num_tokens=50, coming=NO_ARRIVALS).lasting_begins_s == pytest.approx(0.110 * 2)
 
 
 def test_answers_take_no_more_of_the_time_than_they_have_tokens_left(fleet):
@@ -187,10 +187,10 @@ def test_who_finds_no_room_in_the_pool_waits_until_enough_answers_have_ended(fle
     """Of a pool 30 tokens are left; the two that end first hold 50 and 400, and the prompt has 100."""
     b0 = fleet.add("b0")
     for num_held, num_left in ((50, 10), (400, 20), (b0.pool_tokens - 480, 500)):
-        fleet.ledger.owe(str(num_left), Due(tpot_s=0.1, began_s=NOW), 1, num_left)
-        fleet.ledger.write(str(num_left), b0, num_held)
+        fleet.ledger.set_due(str(num_left), Due(tpot_s=0.1, began_s=NOW), 1, num_left)
+        fleet.ledger.decode(str(num_left), b0, num_held)
     assert fleet.late(b0, Due(NOW + 1)).room_s == pytest.approx(20 * 0.016)
-    fleet.ledger.write("unlimited", b0, b0.pool_tokens)  # nobody knows when it ends: it is not sooner than the others
+    fleet.ledger.decode("unlimited", b0, b0.pool_tokens)  # nobody knows when it ends: it is not sooner than the others
     assert fleet.late(b0, Due(NOW + 1)).room_s == pytest.approx(500 * 0.018)
 
 
@@ -198,12 +198,12 @@ def test_an_answer_that_ends_makes_room_by_what_no_other_one_holds(fleet):
     """Of two that hold 110 tokens each, 96 are the same: 30 are left, and one of these prompts leaves 14 more."""
     b0 = fleet.add("b0")
     fleet.registry.cache_changed(b0, events.cache_changed([1]).cache_changed)
-    marks = Prompt(TOKENS).marks(16)
+    marks = Prompt(TOKENS).block_hashes(16)
     for num_left in (10, 20):
-        fleet.ledger.owe(str(num_left), Due(tpot_s=0.1, began_s=NOW), 1, num_left)
-        fleet.ledger.write(str(num_left), b0, 110, marks)
-    fleet.ledger.owe("big", Due(tpot_s=0.1, began_s=NOW), 1, 500)
-    fleet.ledger.write("big", b0, b0.pool_tokens - 124 - 30)
+        fleet.ledger.set_due(str(num_left), Due(tpot_s=0.1, began_s=NOW), 1, num_left)
+        fleet.ledger.decode(str(num_left), b0, 110, marks)
+    fleet.ledger.set_due("big", Due(tpot_s=0.1, began_s=NOW), 1, 500)
+    fleet.ledger.decode("big", b0, b0.pool_tokens - 124 - 30)
 
     def room_s(num_tokens):
         wanted = Wanted(Prompt([7] * num_tokens), num_tokens + 10, due=Due(NOW + 1))
@@ -267,7 +267,7 @@ def test_steps_count_as_long_as_they_rarely_are(fleet, decode_margin, num_answer
 def test_prompts_that_are_never_due_are_nothing_to_wait_for(fleet):
     b0 = fleet.add("b0", role="both")
     fleet.awaits(b0, 0.04, 10)
-    fleet.ledger.read("1", b0, 10_000)
+    fleet.ledger.prefill("1", b0, 10_000)
     assert fleet.late(b0, Due(NOW + 2, 0.04)).reading_wait_s() == 0.0
     fleet.reads(b0, 10_000, due_in_s=100)
     assert fleet.late(b0, Due(NOW + 2, 0.04)).reading_wait_s() > 8.0
@@ -312,7 +312,7 @@ def test_a_long_answer_spares_the_node_whose_answers_are_over_first(fleet):
     assert names(fleet.place(Due(NOW + 9, 0.1), num_tokens=4)) == "b1 b1"  # 14 ms more
     num_lost = LOST * (1.0 - 0.86) / 0.100 * 497 * 0.014
     assert fleet.late(b1, Due(NOW + 9, 0.1), num_tokens=500).num_lost() == int(num_lost)
-    few = Coming(8.0, 100.0)  # 0.8 s of prompts a second, for which there is time beside answers
+    few = Arrivals(8.0, 100.0)  # 0.8 s of prompts a second, for which there is time beside answers
     assert fleet.late(b1, Due(NOW + 9, 0.1), num_tokens=500, coming=few).num_lost() == 0
     assert fleet.late(b0, Due(NOW + 9, 0.1), num_tokens=401).num_lost() == 0
 
@@ -323,7 +323,7 @@ def test_nobody_is_spared_where_two_are_equal_or_no_other_one_has_room(fleet):
     fleet.writes(b0, 0.1)
     assert spared([b0, b1], fleet.ledger, NOW) is b1
     assert names(fleet.place(Due(NOW + 9, 0.1), num_tokens=500)) != "b1 b1"
-    fleet.ledger.write("big", b0, b0.pool_tokens)
+    fleet.ledger.decode("big", b0, b0.pool_tokens)
     assert names(fleet.place(Due(NOW + 9, 0.1), num_tokens=500)) == "b1 b1"
 
 
@@ -428,7 +428,7 @@ def test_nobody_has_fewer_late_than_the_chosen_pair(nodes, due):
 
     def harm(prefill_node, decode_node):
         """One at least where the request itself is late however much time its prompt gets, or too many answers are."""
-        on = Lateness(fleet.ledger, Wanted(Prompt(TOKENS), 110, due=own, coming=COMING), NOW).on
+        on = Lateness(fleet.ledger, Wanted(Prompt(TOKENS), 110, due=own, arrivals=COMING), NOW).on
         is_too_many = on(prefill_node).is_own_late or on(decode_node).crowding(on(prefill_node).least_prefill_s) > 1
         num_lost = on(decode_node).num_lost() if decode_node is least else 0
         return (num_late(prefill_node, decode_node) or int(is_too_many)) + num_lost

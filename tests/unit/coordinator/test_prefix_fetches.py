@@ -1,23 +1,23 @@
-"""When nodes lend each other blocks of prompts: the price, the placement by it, and what the tracker makes of it."""
+"""When nodes lend each other blocks of prompts: the price, the placement by it, and what the scheduler makes of it."""
 
 import pytest
 
 from coordinator.control.instructions import Send
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.nodes import Registry
+from coordinator.control.placement.costs import TransferEstimates
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Wanted
-from coordinator.control.transfer_costs import (
+from coordinator.control.prefix_fetch import (
     ALWAYS,
     AUTO,
-    LEAST_PATIENCE_S,
     MAX_PREFIX_FETCH_AGE_S,
+    MIN_PATIENCE_S,
     MIN_PREFIX_FETCHES,
     NEVER,
     PATIENCE_S,
     UNMEASURED_S,
-    HandoverCosts,
-    PrefixFetches,
+    PrefixFetchEstimator,
 )
 from protos import fleet_pb2, inference_pb2
 from serving_core.shapes import Shape
@@ -35,10 +35,10 @@ RATE = 1000.0
 
 
 def measured(*prefix_fetches, fetches=AUTO, now=0.0):
-    known = PrefixFetches(fetches)
+    known = PrefixFetchEstimator(fetches)
     for num_tokens, seconds in prefix_fetches:
         known.ended(PAIR, num_tokens, seconds, now)
-    return known.costs(now)
+    return known.estimates(now)
 
 
 def test_what_was_never_measured_is_tried():
@@ -59,11 +59,11 @@ def test_a_price_is_never_less_than_was_measured(num_tokens, seconds):
 
 
 def test_old_prefix_fetches_count_no_more():
-    known = PrefixFetches(AUTO)
+    known = PrefixFetchEstimator(AUTO)
     for _ in range(MIN_PREFIX_FETCHES):
         known.ended(PAIR, 100, 9.0, 0.0)
-    assert known.costs(MAX_PREFIX_FETCH_AGE_S).seconds(PAIR, 100) == 9.0
-    assert known.costs(MAX_PREFIX_FETCH_AGE_S + 1).seconds(PAIR, 100) == UNMEASURED_S
+    assert known.estimates(MAX_PREFIX_FETCH_AGE_S).seconds(PAIR, 100) == 9.0
+    assert known.estimates(MAX_PREFIX_FETCH_AGE_S + 1).seconds(PAIR, 100) == UNMEASURED_S
 
 
 def test_always_and_never_ask_for_no_price():
@@ -75,7 +75,7 @@ def test_always_and_never_ask_for_no_price():
 
 def test_patience_is_what_computing_takes():
     assert measured().patience_s(3.0) == 3.0
-    assert measured().patience_s(0.0) == LEAST_PATIENCE_S
+    assert measured().patience_s(0.0) == MIN_PATIENCE_S
     assert measured(fetches=ALWAYS).patience_s(0.0) == PATIENCE_S
 
 
@@ -93,8 +93,8 @@ def placed(fetches=AUTO, held={"d0": HINTS}, prefix_fetches=(), names=("p0", "d0
     registry, ledger = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9), Ledger()
     nodes = {name: admit(registry, name, held.get(name, ())) for name in names}
     for name, num_tokens in (queued or {}).items():
-        ledger.read(f"of {name}", nodes[name], num_tokens, Prompt(TOKENS).marks(BLOCK_SIZE))
-    costs = HandoverCosts(prefix_fetches=measured(*prefix_fetches, fetches=fetches))
+        ledger.prefill(f"of {name}", nodes[name], num_tokens, Prompt(TOKENS).block_hashes(BLOCK_SIZE))
+    costs = TransferEstimates(prefix_fetches=measured(*prefix_fetches, fetches=fetches))
     return POLICIES["auto"].place(registry.nodes, ledger, Wanted(Prompt(TOKENS), 110), costs, 0.0)
 
 
@@ -145,13 +145,13 @@ def test_without_rates_there_is_no_price():
     for node in nodes:
         registry.heartbeat(node, events.heartbeat("ready").heartbeat, 0.0)
     registry.cache_changed(nodes[1], events.cache_changed(HINTS).cache_changed)
-    costs = HandoverCosts(prefix_fetches=measured(fetches=ALWAYS))
+    costs = TransferEstimates(prefix_fetches=measured(fetches=ALWAYS))
     assert (
         POLICIES["auto"].place(registry.nodes, Ledger(), Wanted(Prompt(TOKENS), 110), costs, 0.0).prefix_fetch is None
     )
 
 
-# ---- the tracker ----
+# ---- the scheduler ----
 
 
 class PrefixSends(World):
@@ -235,7 +235,7 @@ def test_a_prefill_node_gives_back_what_it_keeps_for_blocks_that_nobody_was_aske
     world = PrefixSends()
     if is_asked_for:
         world.prefix_fetch_begun()
-    ended = world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
+    ended = world.scheduler.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
     told = [each.command for each in ended if isinstance(each, Send) and each.node.name == "p0"]
     epochs = [each.attempt.epoch for each in told if each.HasField("cancel")]
     assert epochs == [world.jobs[0].attempt.epoch, world.fetch_prefix.epoch][:num_cancelled]

@@ -129,7 +129,7 @@ def test_a_node_that_attaches_again_has_not_died(world):
     lives = world.registry.find(prefill_node(world)).session
     die(world, prefill_node(world))
     take(world)
-    world.tracker.attached_again(lives)
+    world.scheduler.attached_again(lives)
     assert die(world, prefill_node(world))[-1].startswith("prefill")
     take(world)
     assert die(world, prefill_node(world))[-1] == "end ENGINE_ERROR"
@@ -142,7 +142,7 @@ def test_a_node_that_attaches_again_has_failed_all_the_same(world):
     take(world)
     lives = world.registry.find(failed).session
     die(world, failed)
-    world.tracker.attached_again(lives)
+    world.scheduler.attached_again(lives)
     assert die(world, prefill_node(world))[-1] == "end ENGINE_ERROR"
     assert str(world.outcome) == TWICE + "what happened; the prefill node was lost"
 
@@ -156,7 +156,7 @@ def test_after_the_end_nothing_is_held(world):
     die(world, prefill_node(world))
     for attempt in attempts:
         world.tell("d0", events.cancelled(attempt))
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])

@@ -2,14 +2,14 @@
 
 import pytest
 
+from coordinator.control.instructions import Releases
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.migration import num_left
 from coordinator.control.nodes import Registry
+from coordinator.control.placement.costs import TransferEstimates
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Wanted
-from coordinator.control.request import Releases
 from coordinator.control.roles import RecentCapacity
-from coordinator.control.transfer_costs import HandoverCosts
 from protos import fleet_pb2
 from protos.convert import shape_to_wire
 from serving_core.errors import RequestError
@@ -36,7 +36,7 @@ def admit(registry, name, role="both", *, num_tokens=112, **fields):
 
 def place(registry, num_prompt, num_tokens, policy="auto", ledger=None):
     wanted = Wanted(Prompt(list(range(num_prompt))), num_tokens)
-    return POLICIES[policy].place(registry.nodes, ledger or Ledger(), wanted, HandoverCosts(), now=0.0)
+    return POLICIES[policy].place(registry.nodes, ledger or Ledger(), wanted, TransferEstimates(), now=0.0)
 
 
 def test_a_node_reaches_as_far_as_those_that_would_hold_blocks_for_it(registry):
@@ -74,10 +74,10 @@ def test_what_a_node_could_hold_counts_for_a_while_after_it_has_gone(registry):
 def test_a_node_that_drains_is_given_no_blocks_of_others(registry):
     first, second = admit(registry, "a"), admit(registry, "b")
     registry.drain(second)
-    assert registry.hosts_of(first) == []
+    assert registry.kv_holders_of(first) == []
     assert first.reach_tokens == POOL
     registry.drain(second, is_drained=False)
-    assert registry.hosts_of(first) == [second]
+    assert registry.kv_holders_of(first) == [second]
     assert first.reach_tokens == POOL + 112
     registry.heartbeat(second, events.heartbeat(state="draining").heartbeat, 1.0)
     assert first.reach_tokens == POOL
@@ -85,9 +85,9 @@ def test_a_node_that_drains_is_given_no_blocks_of_others(registry):
 
 def test_a_drain_waits_for_what_a_node_holds_for_others(registry):
     node = admit(registry, "a")
-    assert num_left(node, [], Releases()) == 0
+    assert num_left(node, [], Releases(0)) == 0
     registry.heartbeat(node, events.heartbeat(num_blocks_hosted=16).heartbeat, 1.0)
-    assert num_left(node, [], Releases()) == 1
+    assert num_left(node, [], Releases(0)) == 1
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_drain_waits_for_what_a_node_holds_for_others(registry):
 def test_who_is_no_host(registry, other):
     first = admit(registry, "a")
     admit(registry, "b", **other)
-    assert registry.hosts_of(first) == []
+    assert registry.kv_holders_of(first) == []
     assert first.reach_tokens == POOL
 
 
@@ -128,7 +128,7 @@ def test_a_long_request_has_no_block_in_common_with_others():
     for node in (a, host):
         world.registry.cache_changed(node, events.cache_changed([1]).cache_changed)
     tokens = list(range(100))
-    world.ledger.write("full", host, POOL)
+    world.ledger.decode("full", host, POOL)
     for number, max_tokens in enumerate((10, 100)):
         assert world.submit(f"{number}/0", token_ids=tokens, max_tokens=max_tokens) == ["reserve a"]
     assert world.ledger.tokens_taken(a) == 200
@@ -139,8 +139,8 @@ def test_a_long_request_has_no_block_in_common_with_others():
 def test_no_policy_divides_a_long_request(registry, policy, num_prompt, num_tokens):
     """Though the one node has answers and the other one prompts."""
     nodes, ledger = [admit(registry, "a"), admit(registry, "b")], Ledger()
-    ledger.write("answer", nodes[0], 100)
-    ledger.read("prompt", nodes[1], 50)
+    ledger.decode("answer", nodes[0], 100)
+    ledger.prefill("prompt", nodes[1], 50)
     placed = place(registry, num_prompt, num_tokens, policy, ledger)
     assert placed.prefill_node is placed.decode_node
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.control.nodes import MAX_PAIRS, Kinds, Registry, num_kinds
-from coordinator.control.timeline import Phase, Timeline
+from coordinator.control.request import Phase, Timeline
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_to_wire
 from serving_core.errors import RequestError

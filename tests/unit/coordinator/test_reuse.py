@@ -1,4 +1,4 @@
-"""Prefix reuse and tensor parallelism: who gets a request, what is told and what counted, in the tracker
+"""Prefix reuse and tensor parallelism: who gets a request, what is told and what counted, in the scheduler
 and over real gRPC."""
 
 import logging
@@ -11,7 +11,7 @@ from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Registry
 from coordinator.control.request_log import Journal
 from coordinator.control.roles import FIXED, Roles
-from coordinator.control.tracker import Tracker
+from coordinator.control.scheduler import Scheduler
 from coordinator.dispatcher import Dispatcher
 from protos import inference_pb2
 from protos.convert import job_to_wire, request_from_wire
@@ -117,7 +117,7 @@ def test_what_answers_begin_with_alike_a_decode_node_holds_once(decode_node):
         decode_node.submit(f"{number}/0", token_ids=TOKENS, **told)
     assert taken(decode_node) == 56 + 2 * 40
     for number in range(5):
-        decode_node.tracker.finish(f"{number}/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
+        decode_node.scheduler.finish(f"{number}/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
     assert taken(decode_node) == 0
     decode_node.ledger.check_integrity()
 
@@ -128,7 +128,7 @@ def test_of_a_prompt_of_which_every_token_is_computed_nothing_is_held_with_other
     assert decode_node.ledger.tokens_shared(d0, Prompt(TOKENS)) == 32
     assert decode_node.ledger.tokens_shared(d0, scored) == 0
     times = {"arrived_s": 0.0, "deadline_s": 100.0, "now": 0.0}
-    decode_node.short(decode_node.tracker.submit("1/0", scored, SamplingParams(max_tokens=5), **times))
+    decode_node.short(decode_node.scheduler.submit("1/0", scored, SamplingParams(max_tokens=5), **times))
     assert taken(decode_node) == 2 * 40
 
 
@@ -156,9 +156,9 @@ def test_a_beginning_is_a_nodes_as_long_as_it_has_it_for_certain(known):
     world.submit(token_ids=TOKENS)
     attempt, p0 = world.attempt, world.registry.find("p0")
     world.first(attempt)
-    assert Prompt(TOKENS).tokens_to_compute(p0, world.ledger.marks_read(p0)) == 8
+    assert Prompt(TOKENS).tokens_to_compute(p0, world.ledger.prefill_hashes(p0)) == 8
     world.tell("p0", events.transferred(attempt))
-    assert Prompt(TOKENS).tokens_to_compute(p0, world.ledger.marks_read(p0)) == 40
+    assert Prompt(TOKENS).tokens_to_compute(p0, world.ledger.prefill_hashes(p0)) == 40
 
 
 def test_a_salted_request_finds_what_has_its_salt(world):
@@ -268,7 +268,7 @@ def test_an_attempt_that_gave_no_token_does_not_count_as_the_first_prefill(world
 def test_an_aborted_answer_tells_what_is_known(world):
     world.submit(token_ids=TOKENS)
     world.first(world.attempt, num_cached_tokens=16)
-    world.short(world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 1.0))
+    world.short(world.scheduler.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 1.0))
     assert (world.outcome.cached_tokens, world.outcome.kv_bytes) == (16, 0)
 
 
@@ -384,9 +384,9 @@ def test_what_a_lost_node_still_says_is_ignored(how):
     registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
     ledger, metrics = Ledger(), Metrics()
     limits = {"max_live": 1, "max_restarts": 0, "keep_after_s": 1.0}
-    tracker = Tracker(registry, ledger, metrics, first_epoch=0, **limits)
+    scheduler = Scheduler(registry, ledger, metrics, first_epoch=0, **limits)
     roles = Roles(registry, ledger, policy=FIXED)
-    dispatcher = Dispatcher(registry, tracker, roles, Journal(metrics))
+    dispatcher = Dispatcher(registry, scheduler, roles, Journal(metrics))
     link = dispatcher.attach(events.hello("p0", "prefill").hello)
     if how == "detached":
         dispatcher.detach(link)

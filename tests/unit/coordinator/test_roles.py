@@ -82,13 +82,13 @@ class World:
 
     def queue(self, name, num_tokens):
         request_id = f"{random.random()}"
-        self.ledger.read(request_id, self.node(name), num_tokens)
+        self.ledger.prefill(request_id, self.node(name), num_tokens)
         return request_id
 
     def write(self, name, count):
         for _ in range(count):
             request_id = f"{random.random()}"
-            self.ledger.write(request_id, self.node(name), 10)
+            self.ledger.decode(request_id, self.node(name), 10)
             self.ledger.first_token(request_id, 0.0)
             yield request_id
 
@@ -245,8 +245,8 @@ def write_alike(world, name, count, num_tokens=480, tpot_s=math.inf):
     world.registry.cache_changed(node, events.cache_changed([1]).cache_changed)
     for number in range(count):
         request_id = f"{name} {number}"
-        world.ledger.owe(request_id, Due(tpot_s=tpot_s), 0, 100)
-        world.ledger.write(request_id, node, num_tokens, Prompt([1] * 470).marks(16))
+        world.ledger.set_due(request_id, Due(tpot_s=tpot_s), 0, 100)
+        world.ledger.decode(request_id, node, num_tokens, Prompt([1] * 470).block_hashes(16))
         world.ledger.first_token(request_id, 0.0)
 
 
@@ -290,8 +290,8 @@ def test_a_prefill_node_does_not_go_home_while_the_others_would_be_nearly_full_w
 def test_answers_whose_prompts_wait_do_not_make_decode_nodes_full():
     world = World("p0", "d0", policy=AUTO)
     for number in range(20):
-        world.ledger.read(f"{number}", world.node("p0"), 1000)
-        world.ledger.write(f"{number}", world.node("d0"), 1000)
+        world.ledger.prefill(f"{number}", world.node("p0"), 1000)
+        world.ledger.decode(f"{number}", world.node("d0"), 1000)
     assert world.wait(LASTS_S + TICK_S) == [("d0", BOTH)]
 
 
@@ -310,9 +310,9 @@ def test_half_of_the_time_until_first_tokens_are_due_is_a_long_queue():
     """A prompt of 0.4 s waits."""
     for due_in_s, flips in ((0.7, [("d0", BOTH)]), (LASTS_S + 4.0, [])):
         world = World("p0", "d0", "d1", policy=AUTO)
-        world.ledger.owe("limited", Due(world.now + due_in_s), 0, 10)
-        world.ledger.read("limited", world.node("p0"), 400)
-        world.ledger.write("limited", world.node("d1"), 400)
+        world.ledger.set_due("limited", Due(world.now + due_in_s), 0, 10)
+        world.ledger.prefill("limited", world.node("p0"), 400)
+        world.ledger.decode("limited", world.node("d1"), 400)
         assert world.wait(LASTS_S + 0.5) == flips
 
 
@@ -323,8 +323,8 @@ def test_decode_nodes_are_full_with_as_many_answers_as_keep_their_limits():
         for name in ("p0", "p1", "d0"):
             world.beat(world.node(name), step_weights=[0.010, 0.002, 0.0, 0.0, 0.001, 0.0, 0.0])
         for number in range(count):
-            world.ledger.owe(f"{number}", Due(tpot_s=0.031), 0, 10)
-            world.ledger.write(f"{number}", world.node("d0"), 10)
+            world.ledger.set_due(f"{number}", Due(tpot_s=0.031), 0, 10)
+            world.ledger.decode(f"{number}", world.node("d0"), 10)
             world.ledger.first_token(f"{number}", 0.0)
         assert world.wait(LASTS_S + 0.5) == flips
 

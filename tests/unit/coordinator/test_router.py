@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.nodes import Registry, does, has_path
+from coordinator.control.placement.costs import TransferEstimates
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.placement.policy import Wanted
-from coordinator.control.transfer_costs import HandoverCosts
 from serving_core.errors import RequestError
 from serving_core.node.blocks import BlockAllocator
 from serving_core.node.prefix import MIXED_NUMERICS, BlockNames, hint_of, root_name
@@ -30,7 +30,7 @@ def choose(nodes, ledger, role, prompt, num_tokens, avoid=()):
     others = Registry({}, node_timeout_s=1.0, step_timeout_s=1.0)
     other = admit(others, "d" if role == "prefill" else "p", num_blocks=1000)
     wanted = Wanted(prompt, num_tokens, avoid)
-    placed = POLICIES["auto"].place([*nodes, other], ledger, wanted, HandoverCosts(), now=0.0)
+    placed = POLICIES["auto"].place([*nodes, other], ledger, wanted, TransferEstimates(), now=0.0)
     return placed.prefill_node if role == "prefill" else placed.decode_node
 
 
@@ -49,7 +49,7 @@ def registry():
 
 
 def assign(ledger, node, num_tokens):
-    give = ledger.read if does(node, "prefill") else ledger.write
+    give = ledger.prefill if does(node, "prefill") else ledger.decode
     give(f"on {node.name}", node, num_tokens)
 
 

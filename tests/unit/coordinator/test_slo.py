@@ -168,7 +168,7 @@ def test_a_multiple_of_what_nobody_has_measured_is_no_limit():
     assert slo_of(100, (), slo_class="tight") == Slo("tight", None, None)
 
 
-# ---- in the tracker ----
+# ---- in the scheduler ----
 
 SLO = Slo("", 5.0, 2.0)
 LENGTH, ABORT = events.LENGTH, inference_pb2.FINISH_REASON_ABORT
@@ -185,7 +185,7 @@ def due(job):
 
 
 def decode_node_of(world, request_id):
-    [request] = [each for each in world.tracker.newest(10) if each.request_id == request_id]
+    [request] = [each for each in world.scheduler.newest(10) if each.request_id == request_id]
     return request.attempt.decode.name
 
 
@@ -217,7 +217,7 @@ def test_requests_to_come_count_as_far_as_their_prompts_are_to_be_computed(names
         world.holds(node.name, events.block_hints(tokens)[:num_held] or [1])
     for number in range(4):
         world.submit(f"{number}/0", token_ids=tokens, now=float(number), slo=Slo("", 5.0, None))
-        world.tracker.finish(f"{number}/0", ABORT, float(number))
+        world.scheduler.finish(f"{number}/0", ABORT, float(number))
     assert [coming.per_s for coming in policy.told] == pytest.approx([0.0, 0.0, 1 / 2, 2 / 3])
     assert [coming.num_tokens for coming in policy.told] == pytest.approx([0.0, 0.0, num_tokens, num_tokens])
 
@@ -233,7 +233,7 @@ def test_of_requests_to_come_those_count_whose_first_token_could_be_late(slo, pe
         world.registry.heartbeat(node, beat.heartbeat, 0.0)
     for number in range(3):
         world.submit(f"{number}/0", now=float(number), slo=slo)
-        world.tracker.finish(f"{number}/0", ABORT, float(number))
+        world.scheduler.finish(f"{number}/0", ABORT, float(number))
     assert [coming.per_s for coming in policy.told] == pytest.approx([0.0, 0.0, per_s / 2])
 
 
@@ -387,7 +387,7 @@ def test_an_embedding_counts_as_a_first_token(came_s, is_met):
     world = World(("p0",), embeds=True)
     prompt, sampling, slo = Prompt([1, 2, 3]), SamplingParams(max_tokens=0), Slo("", 10.0, 0.1)
     world.short(
-        world.tracker.submit(
+        world.scheduler.submit(
             "r/0", prompt, sampling, arrived_s=0.0, deadline_s=100.0, now=0.0, slo=slo, pooling=Pooling(MEAN)
         )
     )
@@ -401,7 +401,7 @@ def test_what_failed_kept_nothing_and_what_its_client_left_does_not_count(world)
     world.tell("p0", events.failed(world.attempt, "ENGINE_ERROR"))
     assert counts(world) == (1, 0, 0, 0)
     world.submit("left/0", slo=SLO)
-    world.short(world.tracker.finish("left/0", events.ABORT, 1.0))
+    world.short(world.scheduler.finish("left/0", events.ABORT, 1.0))
     assert counts(world) == (1, 0, 0, 0)
 
 
@@ -419,7 +419,7 @@ def test_what_would_be_late_is_refused_with_the_wait_where_the_configuration_say
         world.submit("second", slo=Slo("", 4.0, None))
     assert refusal.value.reason == "WOULD_BE_LATE"
     assert float(refusal.value.metadata["retry_after_s"]) == pytest.approx(6.0 - 0.9 * 4.0)
-    assert world.tracker.num_open == 1
+    assert world.scheduler.num_open == 1
     assert world.submit("third") == ["reserve d0", "prefill p0"]  # without limits it waits
     assert world.submit("fourth", slo=Slo("", 40.0, None)) == ["reserve d0", "prefill p0"]
 

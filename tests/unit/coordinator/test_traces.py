@@ -10,8 +10,8 @@ import time
 
 import pytest
 
+from coordinator.control.request import MAX_MARKS, Mark, Phase, Timeline
 from coordinator.control.request_log import MAX_MIGRATIONS, AnswerRecord, CallRecord, answer_index
-from coordinator.control.timeline import MAX_MARKS, Mark, Phase, Timeline
 from coordinator.traces import export
 from coordinator.traces.spans import call_span
 from protos import inference_pb2
@@ -195,7 +195,7 @@ def test_an_answer_that_fails_is_the_failure_of_its_call(failure):
     world = World()
     world.submit(now=0.0)
     world.first(world.attempt, now=2.0)
-    world.short(world.tracker.fail("r/0", RequestError("SLOW_PREFILL_NODE", "it reads nothing"), 3.0))
+    world.short(world.scheduler.fail("r/0", RequestError("SLOW_PREFILL_NODE", "it reads nothing"), 3.0))
     root = call_span(record(world, begun_s=0.0, failure=failure), 3.0)
     assert root.failure == "SLOW_PREFILL_NODE"
     assert root.attributes["gen_ai.response.finish_reasons"] == ["error"]

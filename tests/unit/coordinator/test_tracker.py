@@ -1,9 +1,10 @@
-"""The tracker by example: one event after another, and the instructions each of them gives."""
+"""The scheduler by example: one event after another, and the instructions each of them gives."""
 
 import pytest
 
-from coordinator.control.attempt_events import MAX_EARLY_TOKENS
-from coordinator.control.request import ONE_EVENT_S, RESEND_S
+from coordinator.control.instructions import RESEND_S
+from coordinator.control.request import ONE_EVENT_S
+from coordinator.control.scheduler import MAX_EARLY_TOKENS
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from tests import fleet_events as events
@@ -36,7 +37,7 @@ def test_the_life_of_a_request_and_its_timeline(world):
             decode_s=1.25, e2e_s=8.0, ttft_s=2.0, prefill_node="p0", decode_node="d0",
         ),
     )  # fmt: skip
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
 
 
 @pytest.mark.parametrize("how", ["sent", "lost", "failed"])
@@ -75,9 +76,9 @@ def test_an_answer_of_one_token_needs_no_decode_node(world):
     world.submit()
     attempt = world.attempt
     assert world.first(attempt, finish_reason=events.LENGTH) == ["emit 0:100", "cancel d0", "end complete"]
-    assert world.tracker.num_open == 1
+    assert world.scheduler.num_open == 1
     world.tell("d0", events.cancelled(attempt))
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
 
 
 def test_step_tokens_that_overtake_the_first_token_wait_for_it(world):
@@ -98,7 +99,7 @@ def test_the_last_token_may_overtake_the_first(world):
     attempt = world.attempt
     assert world.step(attempt, 1, events.STOP) == []
     assert world.first(attempt) == ["emit 0:100 1:101", "end complete"]
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
 
 
 def test_repeated_late_and_foreign_events_do_nothing(world):
@@ -139,9 +140,9 @@ def test_a_prefill_node_lost_before_commit_moves_the_request(world):
     timeline = world.outcome.timeline
     assert (timeline.num_restarts, timeline.prefill_node, timeline.e2e_s) == (1, "p1", 4.0)
     assert timeline.ttft_s == 0.0  # the first token of the first attempt
-    assert world.tracker.num_open == 1  # d0 has yet to drop the old attempt
+    assert world.scheduler.num_open == 1  # d0 has yet to drop the old attempt
     world.tell("d0", events.cancelled(old))
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
 
 
 @pytest.mark.parametrize("word", [("d0", events.committed), ("p0", events.transferred)])
@@ -238,7 +239,7 @@ def test_other_failures_end_the_request(world, failure, reason, text):
     assert world.tell("d0", events.failed(world.attempt, failure)) == ["cancel p0", f"end {reason}"]
     assert str(world.outcome) == text
     world.tell("p0", events.failed(world.attempt, "TRANSFER_FAILED"))  # an answer to cancel as good as Cancelled
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
 
 
 def test_a_late_failure_of_the_prefill_node_is_not_missed(world):
@@ -277,37 +278,37 @@ def test_finish_ends_a_request_once(world):
     attempt = world.attempt
     world.first(attempt)
     world.tell("p0", events.transferred(attempt))
-    ended = world.short(world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 2.0))
+    ended = world.short(world.scheduler.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 2.0))
     assert ended == ["cancel d0", "end complete"]
     assert world.outcome.finish_reason == inference_pb2.FINISH_REASON_ABORT
     assert world.outcome.completion_tokens == 1
-    assert world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 2.0) == []
+    assert world.scheduler.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 2.0) == []
 
 
 def test_a_request_ends_at_its_deadline(world):
     world.submit()
-    assert world.short(world.tracker.tick(99.9)) == []
-    assert world.short(world.tracker.tick(100.0)) == ["cancel p0", "cancel d0", "end DEADLINE_EXCEEDED"]
+    assert world.short(world.scheduler.tick(99.9)) == []
+    assert world.short(world.scheduler.tick(100.0)) == ["cancel p0", "cancel d0", "end DEADLINE_EXCEEDED"]
     assert world.outcome.metadata["phase"] == "prefill_queue"
 
 
 def test_cancel_is_repeated_until_it_is_answered_or_the_node_is_lost(world):
     world.submit()
     attempt = world.attempt
-    world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
-    assert world.short(world.tracker.tick(RESEND_S - 0.1)) == []
+    world.scheduler.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
+    assert world.short(world.scheduler.tick(RESEND_S - 0.1)) == []
     world.tell("p0", events.cancelled(attempt), 1.0)
-    assert world.short(world.tracker.tick(RESEND_S)) == ["cancel d0"]
-    assert world.short(world.tracker.tick(RESEND_S + 0.1)) == []
+    assert world.short(world.scheduler.tick(RESEND_S)) == ["cancel d0"]
+    assert world.short(world.scheduler.tick(RESEND_S + 0.1)) == []
     world.lose("d0")
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
 
 
 def test_live_and_unreleased_answers_are_limited_together():
     world = World(max_live=2)
     world.submit("a/0")
     attempt = world.attempt
-    world.tracker.finish("a/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
+    world.scheduler.finish("a/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
     with pytest.raises(RequestError, match="2 answers are in flight, the limit is 2") as error:
         world.submit("b/0")
     assert error.value.reason == "QUEUE_FULL"
@@ -326,7 +327,7 @@ def test_each_asker_may_have_its_share_of_the_live_answers():
             world.submit("e/0", asker=asker)
         assert error.value.reason == "QUEUE_FULL"
     world.submit("e/0", asker="bob")
-    world.tracker.finish("a/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
+    world.scheduler.finish("a/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
     for name, now in (("p0", 0.0), ("d0", ONE_EVENT_S)):
         world.lose(name, now)  # whatever was theirs is let go
     world.submit("f/0", asker="ann")
@@ -345,7 +346,7 @@ def test_who_has_its_share_neither_asks_for_nodes_nor_takes_a_turn():
         with pytest.raises(RequestError) as error:
             world.submit("c/0", asker="ann")
         assert "retry_after_s" not in error.value.metadata
-    assert world.tracker.num_nodes_needed == 1
+    assert world.scheduler.num_nodes_needed == 1
 
 
 def test_a_live_id_is_not_taken_twice_but_may_be_used_again(world):
@@ -354,7 +355,7 @@ def test_a_live_id_is_not_taken_twice_but_may_be_used_again(world):
     with pytest.raises(RequestError) as error:
         world.submit()
     assert error.value.reason == "DUPLICATE_REQUEST_ID"
-    world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
+    world.scheduler.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
     assert len(world.submit()) == 2
     assert world.first(old) == []  # the old request's token is not the new one's
     assert world.first(world.attempt) == ["emit 0:100", "begun d0"]
@@ -365,7 +366,7 @@ def test_refused_requests_leave_no_trace():
     with pytest.raises(RequestError) as error:
         world.submit()
     assert error.value.reason == "NO_DECODE_WORKER"
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
     assert world.account("p0") == (0, 0, 0, 0)
 
 
@@ -411,14 +412,14 @@ def test_the_life_of_a_request_on_one_node_and_its_timeline(mixed):
             prefill_node="b0", decode_node="b0",
         ),
     )  # fmt: skip
-    assert mixed.tracker.num_open == 0
+    assert mixed.scheduler.num_open == 0
     assert mixed.account("b0") == (0, 0, 0, 0)
 
 
 def test_an_answer_of_one_token_is_over_with_the_first(mixed):
     mixed.submit()
     assert first(mixed, finish_reason=events.LENGTH) == ["emit 0:100", "end complete"]
-    assert mixed.tracker.num_open == 0
+    assert mixed.scheduler.num_open == 0
 
 
 def test_what_belongs_to_a_transfer_is_not_expected_and_does_nothing(mixed):
@@ -450,7 +451,7 @@ def test_a_lost_node_moves_the_request_in_every_phase(mixed, num_steps):
     assert last == [f"emit {index + 1}:{101 + index}", "end complete"]
     timeline = mixed.outcome.timeline
     assert (timeline.num_restarts, timeline.prefill_node, timeline.decode_node) == (1, "b1", "b1")
-    assert mixed.tracker.num_open == 0
+    assert mixed.scheduler.num_open == 0
 
 
 def test_a_mixed_node_that_does_not_know_the_request_loses_it(mixed):
@@ -461,17 +462,17 @@ def test_a_mixed_node_that_does_not_know_the_request_loses_it(mixed):
 def test_a_node_is_asked_once_to_let_go(mixed):
     mixed.submit()
     attempt = mixed.attempt
-    ended = mixed.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 1.0)
+    ended = mixed.scheduler.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 1.0)
     assert mixed.short(ended) == ["cancel b0", "end complete"]
-    assert mixed.tracker.num_open == 1
+    assert mixed.scheduler.num_open == 1
     mixed.tell("b0", events.cancelled(attempt))
-    assert mixed.tracker.num_open == 0
+    assert mixed.scheduler.num_open == 0
 
 
 def test_a_failure_ends_the_request_and_nothing_is_left_to_cancel(mixed):
     mixed.submit()
     assert mixed.tell("b0", events.failed(mixed.attempt, "ENGINE_ERROR")) == ["end ENGINE_ERROR"]
-    assert mixed.tracker.num_open == 0
+    assert mixed.scheduler.num_open == 0
 
 
 def test_prompts_go_where_fewer_tokens_wait_to_be_computed(mixed):

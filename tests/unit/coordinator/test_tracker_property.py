@@ -1,4 +1,4 @@
-"""The tracker in a small world of nodes whose messages arrive in any order that ordered streams allow.
+"""The scheduler in a small world of nodes whose messages arrive in any order that ordered streams allow.
 
 Whatever is cancelled, lost, late, failing or moving: every request ends exactly once, its tokens are those it must
 have, in order, its phases add up, and in the end no node holds anything.
@@ -36,11 +36,11 @@ def play(seed, trouble):
 def test_every_request_ends_once_with_the_right_tokens_and_nothing_is_held(trouble, seed):
     world = play(seed, trouble)
     assert world.ends.keys() == world.submitted.keys()
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
     world.ledger.check_integrity()
     for node in world.nodes:
         assert node.held == {}
-        assert (world.tracker.num_left(node.node), world.ledger.of(node.node).num_answers) == (0, 0)
+        assert (world.scheduler.num_left(node.node), world.ledger.of(node.node).num_answers) == (0, 0)
     for request_id, (max_tokens, arrived_s) in world.submitted.items():
         outcome, ended_s = world.ends[request_id]
         tokens = world.tokens[request_id]

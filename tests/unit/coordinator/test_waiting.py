@@ -1,11 +1,11 @@
-"""Requests that there is no node for, or no room on any: they wait for one, in the tracker and at the API servers."""
+"""Requests that there is no node for, or no room on any: they wait for one, in the scheduler and at the API servers."""
 
 import pytest
 
-from coordinator.control.live import ASK_AGAIN_S
-from coordinator.control.lives import life_of
 from coordinator.control.nodes import RECOVERY_S, Pauses
 from coordinator.control.request import ONE_EVENT_S, SoFar
+from coordinator.control.request_log import history_of
+from coordinator.control.scheduler import RETRY_S
 from coordinator.control.slo import Slo
 from protos import inference_pb2
 from serving_core.errors import RequestError
@@ -33,7 +33,7 @@ def write_two_tokens(world):
 def test_a_new_request_waits_for_the_node_that_is_missing(there, missing):
     world = world_of(there)
     assert world.submit(now=1.0) == []
-    assert (world.tracker.num_open, world.tracker.num_waiting) == (1, 1)
+    assert (world.scheduler.num_open, world.scheduler.num_waiting) == (1, 1)
     assert world.tick(2.0) == []
     world.attach(missing)
     assert world.tick(2.1) == ["reserve d0", "prefill p0"]
@@ -55,7 +55,7 @@ def test_of_many_that_wait_some_begin_at_a_time_where_there_are_limits(slo, nums
         assert world.tick(2.0 + number / 4) == ["reserve b0"] * num_begun
         new = {job.attempt.request_id for job in world.jobs} - begun
         assert new == {f"r{index}/0" for index in range(len(begun), len(begun) + num_begun)}, "the oldest first"
-    assert world.tracker.num_waiting == 40, "their prompts are read"
+    assert world.scheduler.num_waiting == 40, "their prompts are read"
 
 
 def test_of_many_with_limits_whose_node_is_lost_some_begin_again_at_a_time():
@@ -86,29 +86,29 @@ def test_an_answer_whose_last_node_is_lost_waits_and_goes_on_where_it_was():
     world.submit()
     old = write_two_tokens(world)
     assert world.lose("d0", now=1.0) == []
-    assert (world.tracker.num_running, world.tracker.num_waiting) == (0, 1)
-    (waiting,) = world.tracker.newest(1)
-    span = life_of(waiting, 1.5).spans[-1]
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (0, 1)
+    (waiting,) = world.scheduler.newest(1)
+    span = history_of(waiting, 1.5).spans[-1]
     assert (span.phase, span.begin_s, span.prefill_node, span.decode_node) == ("prefill_queue", 1.0, "", "")
     for event in (events.first_token(events.sampled(old, 2, 5)), events.failed(old, "ENGINE_ERROR")):
         assert world.tell("p0", event, 1.5) == []  # what the old attempt still says is nobody's
     world.attach("d0")
     assert world.tick(3.0) == ["reserve d0", "prefill p0"]
     assert list(world.jobs[-1].token_ids) == [*PROMPT, 100, 101]
-    assert (world.tracker.num_running, world.tracker.num_waiting) == (0, 1)  # it is read again
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (0, 1)  # it is read again
     assert world.first(world.attempt, index=2, now=3.5) == ["emit 2:102", "begun d0"]
-    assert (world.tracker.num_running, world.tracker.num_waiting) == (1, 0)
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (1, 0)
     assert world.step(world.attempt, 3, events.LENGTH, now=4.0) == ["emit 3:103", "end complete"]
     assert world.outcome.timeline.num_restarts == 1
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
 
 
 def test_an_answer_of_an_earlier_call_waits_while_it_is_read():
     world = world_of("p0", "d0")
     assert world.submit(so_far=SoFar((100, 101))) == ["reserve d0", "prefill p0"]
-    assert (world.tracker.num_running, world.tracker.num_waiting) == (0, 1)
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (0, 1)
     world.first(world.attempt, index=2)
-    assert (world.tracker.num_running, world.tracker.num_waiting) == (1, 0)
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (1, 0)
 
 
 def test_both_nodes_lost_one_after_the_other_are_waited_for():
@@ -153,7 +153,7 @@ def test_the_wait_has_an_end():
     assert world.tick(WAIT_S + 1.0) == ["end NO_DECODE_WORKER"]
     assert str(world.outcome) == "no node that writes answers is ready"
     assert world.outcome.metadata == {"phase": "prefill_queue", "tokens_emitted": "0"}
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
 
 
 def test_its_own_deadline_ends_the_wait_before():
@@ -170,11 +170,11 @@ def test_a_client_that_leaves_ends_it(is_new):
     if not is_new:
         write_two_tokens(world)
         world.lose("d0")
-    ended = world.short(world.tracker.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 2.0))
+    ended = world.short(world.scheduler.finish("r/0", inference_pb2.FINISH_REASON_ABORT, 2.0))
     assert ended == ["end complete"]
     timeline = world.outcome.timeline
     assert (timeline.prefill_node, timeline.decode_node, timeline.prefill_queue_s) == ("", "", 2.0)
-    assert world.tracker.num_open == 0
+    assert world.scheduler.num_open == 0
     world.attach("d0")
     assert world.tick(3.0) == []
 
@@ -358,8 +358,8 @@ def test_a_new_request_that_every_node_turns_away_asks_again(node_wait_s):
     world.submit()
     assert full(world, "d0")[1:] == ["reserve d1", "prefill p0"]
     assert full(world, "d1") == ["cancel p0"]
-    assert not {"reserve d0", "prefill p0"} & set(world.tick(0.9 * ASK_AGAIN_S))
-    assert "prefill p0" in world.tick(ASK_AGAIN_S)
+    assert not {"reserve d0", "prefill p0"} & set(world.tick(0.9 * RETRY_S))
+    assert "prefill p0" in world.tick(RETRY_S)
     assert world.first(world.attempt)[0] == "emit 0:100"
     assert world.outcome is None
 
@@ -371,8 +371,8 @@ def test_one_that_has_tokens_out_asks_again_until_there_is_room(node_wait_s):
     now = 0.0
     for _ in range(20):
         assert full(world, "d0", now) == ["cancel p0"]
-        assert not {"reserve d0", "prefill p0"} & set(world.tick(now + 0.9 * ASK_AGAIN_S))
-        now += ASK_AGAIN_S
+        assert not {"reserve d0", "prefill p0"} & set(world.tick(now + 0.9 * RETRY_S))
+        now += RETRY_S
         assert world.tick(now)[-2:] == ["reserve d0", "prefill p0"]  # behind cancels that are sent again
         assert list(world.jobs[-1].token_ids) == [*PROMPT, 100]
     assert world.first(world.attempt, 1) == ["emit 1:101", "begun d0"]
@@ -391,4 +391,4 @@ def test_two_full_nodes_are_both_tried_again():
     begun(world)
     assert full(world, "d0")[1:] == ["reserve d1", "prefill p0"]
     assert full(world, "d1") == ["cancel p0"]
-    assert world.tick(ASK_AGAIN_S)[0].startswith("reserve")
+    assert world.tick(RETRY_S)[0].startswith("reserve")

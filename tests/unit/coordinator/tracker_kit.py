@@ -1,4 +1,4 @@
-"""A small world for tests of the tracker: four nodes, and instructions in short."""
+"""A small world for tests of the scheduler: four nodes, and instructions in short."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Registry
 from coordinator.control.placement.policies import POLICIES
 from coordinator.control.request import NOTHING
-from coordinator.control.tracker import Tracker
+from coordinator.control.scheduler import Scheduler
 from serving_core.errors import RequestError
 from serving_core.requests import MEAN, Pooling, SamplingParams
 from tests import fleet_events as events
@@ -24,13 +24,13 @@ class Noting:
         self.told = []
 
     def place(self, nodes, ledger, wanted, handover, now):
-        self.told.append(wanted.coming)
+        self.told.append(wanted.arrivals)
         self.handover = handover
         return POLICIES["auto"].place(nodes, ledger, wanted, handover, now)
 
 
 class World:
-    """A tracker with nodes p0, p1, d0 and d1. Every call returns its instructions in short: see `short`."""
+    """A scheduler with nodes p0, p1, d0 and d1. Every call returns its instructions in short: see `short`."""
 
     def __init__(self, nodes=("p0", "p1", "d0", "d1"), *, embeds=False, **settings):
         self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9, embeds=embeds)
@@ -39,7 +39,7 @@ class World:
         defaults = {"first_epoch": 0, "max_live": 10, "max_restarts": 1, "keep_after_s": 1e9}
         self.metrics = Metrics()
         self.ledger = Ledger()
-        self.tracker = Tracker(self.registry, self.ledger, self.metrics, **{**defaults, **settings})
+        self.scheduler = Scheduler(self.registry, self.ledger, self.metrics, **{**defaults, **settings})
         self.outcome = self.end_of_answer = None
         self.migrations = []
         self.jobs = []
@@ -64,7 +64,7 @@ class World:
     def embed(self, request_id="r/0", token_ids=PROMPT, kind=MEAN, now=0.0):
         times = {"arrived_s": now, "deadline_s": now + 100.0, "now": now}
         sampling, pooling = SamplingParams(max_tokens=0), Pooling(kind)
-        return self.short(self.tracker.submit(request_id, Prompt(token_ids), sampling, **times, pooling=pooling))
+        return self.short(self.scheduler.submit(request_id, Prompt(token_ids), sampling, **times, pooling=pooling))
 
     def submit(
         self,
@@ -82,18 +82,18 @@ class World:
         prompt, sampling = Prompt(token_ids, cache_salt, adapter), SamplingParams(max_tokens=max_tokens)
         told = {"arrived_s": now - preparing_s, "deadline_s": now + 100.0, "now": now}
         told |= {"slo": slo, "asker": asker, "so_far": so_far}
-        return self.short(self.tracker.submit(request_id, prompt, sampling, **told))
+        return self.short(self.scheduler.submit(request_id, prompt, sampling, **told))
 
     def tell(self, name, event, now=0.0):
-        return self.short(self.tracker.handle(self.registry.find(name), event, now))
+        return self.short(self.scheduler.handle(self.registry.find(name), event, now))
 
     def lose(self, name, now=0.0, *, has_died=False):
         node = self.registry.find(name)
         self.registry.lose(node)
-        return self.short(self.tracker.lose(node, now, has_died=has_died))
+        return self.short(self.scheduler.lose(node, now, has_died=has_died))
 
     def tick(self, now):
-        return self.short(self.tracker.tick(now))
+        return self.short(self.scheduler.tick(now))
 
     def drain(self, name, now, state="draining"):
         """The node says that it drains."""
@@ -181,7 +181,7 @@ class MigratingWorld(World):
         assert said[-1] == "end complete"
         self.tell("d0", events.cancelled(self.source), 9.0)
         self.tell("d1", events.cancelled(self.target), 9.0)
-        assert self.tracker.num_open == 0
+        assert self.scheduler.num_open == 0
         self.ledger.check_integrity()
         assert [self.account(name) for name in ("d0", "d1")] == [(0, 0, 0, 0)] * 2
         return said

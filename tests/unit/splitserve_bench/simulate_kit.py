@@ -54,4 +54,4 @@ def request(index, num_prompt_tokens, num_output_tokens, at_s=0.0):
 
 def abort(coordinator, request_id, now):
     """End a live request; another one is left alone."""
-    coordinator.apply(coordinator.tracker.finish(request_id, inference_pb2.FINISH_REASON_ABORT, now), now)
+    coordinator.apply(coordinator.scheduler.finish(request_id, inference_pb2.FINISH_REASON_ABORT, now), now)

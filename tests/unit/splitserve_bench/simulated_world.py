@@ -108,7 +108,7 @@ class World:
         )
         self.fleet = Fleet(self.agenda, self.clients, self.sizes, model, settings)
         if has_limits or len(priorities) > 1:
-            self._ask_for_more(self.fleet.coordinator.tracker, has_limits, priorities)
+            self._ask_for_more(self.fleet.coordinator.scheduler, has_limits, priorities)
         self.costs = WildCosts(self.random)
         self.roles = {f"{role}{index}": role for index, role in enumerate(fleet or self.random.choice(FLEETS))}
         self.machine = None if alone_factor is None else Machine(AloneCosts(self.costs, alone_factor))
@@ -159,13 +159,13 @@ class World:
     @property
     def tracked(self):
         """The live answers that nodes have, as the coordinator has them."""
-        tracker = self.fleet.coordinator.tracker
-        return [request for request in tracker.newest(tracker.num_open) if not request.is_waiting]
+        scheduler = self.fleet.coordinator.scheduler
+        return [request for request in scheduler.newest(scheduler.num_open) if request.is_on_nodes]
 
     @property
     def is_quiet(self):
         nodes = self.fleet.nodes.values()
-        return self.fleet.coordinator.tracker.num_open == 0 and all(node.logic.is_idle for node in nodes)
+        return self.fleet.coordinator.scheduler.num_open == 0 and all(node.logic.is_idle for node in nodes)
 
     def _check_end(self):
         assert self.is_quiet, "something is held that nobody needs"
@@ -219,7 +219,7 @@ class World:
             node = coordinator.registry.named(name)
             check_target(node, coordinator.registry.nodes)
             coordinator.registry.drain(node)
-            coordinator.apply(coordinator.tracker.tick(self.agenda.now), self.agenda.now)
+            coordinator.apply(coordinator.scheduler.tick(self.agenda.now), self.agenda.now)
             self.seen["drained"] += 1
             self._restart_when_idle(self.fleet.nodes[name])
 
@@ -227,7 +227,7 @@ class World:
         if self.fleet.nodes.get(node.name) is not node:
             return
         coordinator = self.fleet.coordinator
-        if node.logic.is_idle and not coordinator.tracker.num_left(coordinator.registry.named(node.name)):
+        if node.logic.is_idle and not coordinator.scheduler.num_left(coordinator.registry.named(node.name)):
             self.fleet.lose(node.name)
             self._start(node.name, self.roles[node.name])
         else:

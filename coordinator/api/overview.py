@@ -1,4 +1,4 @@
-"""Report the state of the cluster: nodes, live requests by phase, rates, times against SLOs, the latest requests.
+"""Report the state of the cluster: nodes, requests in flight by phase, rates, times against SLOs, the latest requests.
 
 Pure: the time comes in. `splitserve top` and the page at /ui both read this report. What is kept is bounded; the report
 grows with the number of nodes and not with that of requests, which are counted by phase.
@@ -10,19 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from coordinator.control.lives import WINDOW_S, Times, life_of
 from coordinator.control.load import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Node, Registry
+from coordinator.control.request import Phase
+from coordinator.control.request_log import WINDOW_S, Times, history_of
+from coordinator.control.scheduler import Scheduler
 from coordinator.control.slo import UNNAMED
-from coordinator.control.timeline import Phase
-from coordinator.control.tracker import Tracker
 from protos import inference_pb2
 
 SAMPLE_S: Final = 1.0
 MAX_SAMPLES: Final = 121  # two minutes
 RATE_SAMPLES: Final = 6  # samples that rates are computed over
-MAX_LIVE: Final = 20  # live requests whose history is reported
+MAX_IN_FLIGHT: Final = 20  # requests in flight whose history is reported
 NO_NODE: Final = "no_node"  # stands for the phase of requests that wait for nodes
 PHASES: Final = (*Phase, None)
 
@@ -37,13 +37,13 @@ class Sample(NamedTuple):
 
 
 class Overview:
-    """Build the report from the registry, ledger, tracker and metrics, and keep samples of the last minutes."""
+    """Build the report from the registry, ledger, scheduler and metrics, and keep samples of the last minutes."""
 
     def __init__(
         self,
         registry: Registry,
         ledger: Ledger,
-        tracker: Tracker,
+        scheduler: Scheduler,
         metrics: Metrics,
         *,
         model_name: str,
@@ -53,7 +53,7 @@ class Overview:
         """Create the report. `limits` has the limits of each SLO class, as configured."""
         self._registry = registry
         self._ledger = ledger
-        self._tracker = tracker
+        self._scheduler = scheduler
         self._metrics = metrics
         self._model_name = model_name
         self._start_s = start_s
@@ -76,10 +76,10 @@ class Overview:
 
         With `after`, it has the history of the requests that ended behind that number, and of the newest live ones.
         """
-        tracker, times = self._tracker, self._tracker.lives.times(now)
+        scheduler, times = self._scheduler, self._scheduler.history.times(now)
         first = self._samples[max(0, len(self._samples) - RATE_SAMPLES)]
         latest = self._sample(now)
-        phases = tracker.phases()
+        phases = scheduler.phases()
         return inference_pb2.Overview(
             now_s=now,
             uptime_s=now - self._start_s,
@@ -97,8 +97,8 @@ class Overview:
             recent_tokens_per_s=[_rate(a, b, b.num_tokens - a.num_tokens) for a, b in pairwise(self._samples)],
             window_s=WINDOW_S,
             times=self._times(times),
-            live=[] if after is None else [life_of(each, now) for each in reversed(tracker.newest(MAX_LIVE))],
-            ended=[] if after is None else tracker.lives.after(after),
+            live=[] if after is None else [history_of(each, now) for each in reversed(scheduler.newest(MAX_IN_FLIGHT))],
+            ended=[] if after is None else scheduler.history.after(after),
         )
 
     def _sample(self, now: float) -> Sample:
@@ -110,7 +110,7 @@ class Overview:
         account, latest = self._ledger.of(node), _sample_of(node, now)
         first = self._node_samples.get(node, [latest])[0]
         return inference_pb2.NodeOverview(
-            load=self._tracker.load_of(node),
+            load=self._scheduler.load_of(node),
             num_tokens_to_compute=account.tokens_to_compute,
             num_answers=account.num_answers,
             num_to_come=account.num_to_come,
@@ -131,7 +131,7 @@ class Overview:
 
 def _sample_of(node: Node, now: float) -> Sample:
     load = node.load
-    return Sample(now, node.num_tokens_written, max(0, load.num_prompt_tokens - load.num_cached_tokens))
+    return Sample(now, node.num_generated_tokens, max(0, load.num_prompt_tokens - load.num_cached_tokens))
 
 
 def _rate(first: Sample, latest: Sample, number: int) -> float:
