@@ -49,7 +49,7 @@ from serving_core.model_files.stored_quantization import quantization_name
 from serving_core.node.needs import check_settings, compute_dtype, model_layout, num_blocks_for
 from serving_core.node.prefix import numerics_of
 from serving_core.process.extras import require
-from serving_core.process.memory import keep_freed_memory
+from serving_core.process.heap import keep_freed_memory
 from serving_core.requests import OnLayer, Request, SampledToken, SamplingParams, Share, Work
 from serving_core.settings import EngineSettings
 from serving_core.sharding import Shard, rank_layout, shard_of

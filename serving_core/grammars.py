@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from serving_core.errors import ModelError, RequestError
 from serving_core.model_files.tokenizer_files import read_tokenizer_files, vocabulary_digest
-from serving_core.process.memory import trim
+from serving_core.process.heap import trim
 from serving_core.reasons import BAD_PARAM, PAIRING_MISMATCH
 
 MAX_LEXER_STATES: Final = 25_000  # of one output, at 1 to 2 kB each

@@ -90,7 +90,7 @@ class NodeExposition:
         """Yield the metrics of speculative decoding under vLLM's names with the project's prefix."""
         counts = self._node.speculation
         drafts, proposed, accepted = map(self._one, (counts.num_drafts, counts.num_proposed, counts.num_accepted))
-        yield counter("spec_decode_num_drafts", "Shares of steps in which an answer had draft_tokens.", drafts)
+        yield counter("spec_decode_num_drafts", "Shares of steps in which an answer had draft tokens.", drafts)
         yield counter("spec_decode_num_draft_tokens", "Candidates that steps computed.", proposed)
         yield counter("spec_decode_num_accepted_tokens", "Of those, the ones that became tokens.", accepted)
 

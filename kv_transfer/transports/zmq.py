@@ -28,7 +28,7 @@ from kv_transfer.transports.transport import MAX_FRAMES, OnLost, OnMessage, OnRe
 from kv_transfer.transports.zmq_connection import NO_HEADER, Connection, Inbox, choose_family, open_socket, when_dropped
 from serving_core.errors import SettingsError
 from serving_core.net.descriptors import NONE_LEFT, Spares, connections_within
-from serving_core.process.memory import keep_freed_memory
+from serving_core.process.heap import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,5 @@
-"""Measure and limit the memory of this process. Torch-free."""
+"""Measure how much memory this process uses, and may still use. Torch-free."""
 
-import ctypes
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -69,26 +67,3 @@ def _room(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str)
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     usage = int((folder / usage_name).read_text()) - int(stat[reclaimable_name])
     yield max(0, int(limit) - usage)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
-MAX_HEAP_BYTES: Final = 32 * 2**20  # larger pieces are mapped anew each time; the largest value that glibc accepts
-KEPT_BYTES: Final = 128 * 2**20
-
-
-def trim() -> None:
-    """Return freed memory to the system, where the C library supports it, such as after reading a large file."""
-    if release := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        release(0)
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep up to KEPT_BYTES of freed memory on each heap for reuse.
-
-    By default glibc returns memory after nearly every frame and after some prefill steps, and each page that is fetched
-    again costs a fault: up to a fifth of a receiver's CPU time. C libraries other than glibc are left alone.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_THRESHOLD, MAX_HEAP_BYTES)
-        library.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)

@@ -79,7 +79,7 @@ def test_what_this_process_takes_is_told_without_a_descriptor_too():
 
 MEASURING = """
 import ctypes
-from serving_core.process.memory import trim
+from serving_core.process.heap import trim
 from serving_core.process.memory import resident_bytes
 
 library = ctypes.CDLL(None)
