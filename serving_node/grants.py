@@ -6,7 +6,7 @@ from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.results import TransferError, TransferFailed
 from serving_core import reasons
 from serving_core.layout import KVLayout
-from serving_node.decisions import FetchPrefix, Receive
+from serving_node.decisions import CancelTransfer, FetchPrefix, FinishSend, Receive, Send, SendMore
 from serving_node.ranks.transfers import NodeTransfers
 
 
@@ -37,6 +37,16 @@ class Grants:
     def __len__(self) -> int:
         """Return the number of descriptors that are not yet open on every rank."""
         return len(self._descriptors)
+
+    def carry_out(self, decision: Receive | FetchPrefix | Send | SendMore | FinishSend | CancelTransfer) -> None:
+        """Carry out a decision about KV transfers."""
+        match decision:
+            case Receive():
+                self.receive(decision)
+            case FetchPrefix():
+                self.fetch_prefix(decision)
+            case _:
+                self._transfers.carry_out(decision)
 
     def receive(self, decision: Receive) -> None:
         """Open the reserved blocks of a request to the node that has its KV."""

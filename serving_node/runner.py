@@ -1,12 +1,12 @@
-"""Run a node's logic: commands, steps and transfers in, decisions out.
+"""Run rank 0 of a node in its process.
 
 Everything here runs on one event loop; stepping.py runs the steps.
 """
 
 import asyncio
 import logging
+import secrets
 import time
-from functools import partial
 from typing import Final
 
 from decode_node.speculation import SpeculationCounts
@@ -14,53 +14,32 @@ from engine.cache.tier_store import TierStore
 from engine.drafting import Drafter
 from engine.engine import Engine
 from engine.stepper import StepClock
-from kv_transfer.distributed_kv.remote_kv import RemoteKV
-from kv_transfer.distributed_kv.wire import Asker
 from kv_transfer.ends.receiver import Alarm, KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2, inference_pb2
-from serving_core.errors import RequestError
+from protos.convert import PROTOCOL_VERSION
 from serving_core.node.blocks import BlockAllocator, BlockLease
 from serving_core.node.costs import StepCosts, StepRates
-from serving_core.node.requests import Key, NodeRequest, NodeRequests
+from serving_core.node.requests import Key, NodeRequests
 from serving_core.process.failpoints import reach
 from serving_core.process.memory import resident_bytes
-from serving_core.requests import Guide
 from serving_core.shapes import preset
 from serving_core.tasks import first_to_end
 from serving_node.compiling import Compiling
-from serving_node.decisions import (
-    Beat,
-    CancelLoad,
-    CancelTransfer,
-    CloseRemoteKV,
-    Decision,
-    FetchPrefix,
-    FinishSend,
-    Load,
-    OpenRemoteKV,
-    RecallRemoteKV,
-    Receive,
-    Send,
-    SendMore,
-    Spill,
-    Tell,
-)
 from serving_node.distributed_kv.ends import RemoteKVEnds, tile_tokens
 from serving_node.distributed_kv.holder import most_hosted_tokens
 from serving_node.drafting import draft_model_of
 from serving_node.grants import Grants
 from serving_node.kv_offload import NO_OFFLOAD, OffloadPlan
-from serving_node.link import FleetLink
 from serving_node.logic import Limits, NodeLogic
 from serving_node.outputs import StepCounts
-from serving_node.ranks.leading import Followers
+from serving_node.ranks.leading import Followers, rank_load
 from serving_node.ranks.tiers import NodeTier
 from serving_node.ranks.transfers import NodeTransfers
-from serving_node.reports import new_incarnation, node_info, rank_loads
 from serving_node.settings import OFF, NodeSettings
 from serving_node.stepping import Stepping
+from serving_node.worker import Link, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +47,7 @@ QUIET_S: Final = 5.0  # idle time after which a node does work that would delay 
 
 
 class NodeRunner:
-    """Run rank 0 of a node."""
+    """Run rank 0 of a node: a Worker with the ports of a process."""
 
     def __init__(
         self,
@@ -79,7 +58,7 @@ class NodeRunner:
         sender: KVSender,
         receiver: KVReceiver,
         followers: Followers,
-        link: FleetLink,
+        link: Link,
         rates: StepRates,
         store: TierStore | None = None,
         tier: OffloadPlan = NO_OFFLOAD,
@@ -90,20 +69,15 @@ class NodeRunner:
         `store` holds this rank's slots of `tier`. Raises SettingsError.
         """
         self._limits = limits = _limits_of(settings, engine, drafter)
-        if settings.speculation != OFF and not engine.is_batch_invariant:
-            logger.warning("--speculation does nothing here: the bits of answers depend on the batch (docs/bits.md)")
-        if (min_tokens := settings.engine.sequence_parallel_min_tokens) and settings.engine.tensor_parallel_size > 1:
-            logger.info("sequence parallelism: the ranks divide steps with prompts from %d tokens on", min_tokens)
-        self._settings = settings
+        _log_modes(settings, engine)
         self._role = role
         self._name = name
-        self._incarnation: Final = new_incarnation()
+        self._incarnation: Final = secrets.token_hex(16)
         self._engine = engine
         self._drafter = drafter
         self._fingerprint = {**engine.fingerprint, "kv_transport": settings.kv_transport}
         self._followers = followers
-        self._link = link
-        self._logic = NodeLogic(
+        self._logic = logic = NodeLogic(
             BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching),
             engine.layout,
             limits,
@@ -117,6 +91,7 @@ class NodeRunner:
             costs=StepCosts(rates.prefill_tokens_per_s),
             tier=tier,
         )
+        self._worker = worker = Worker(logic, link, self)
         self._transfers = NodeTransfers(
             engine.layout,
             sender,
@@ -124,16 +99,14 @@ class NodeRunner:
             followers,
             settings.overlap_min_tokens,
             on_granted=self._granted,
-            on_coming=self._logic.coming,
+            on_coming=worker.coming,
             on_received=self._received,
-            on_caught_up=self._caught_up,
+            on_caught_up=worker.caught_up,
             on_sent=self._sent,
         )
-        self._store, self._num_tier_blocks = store, tier.num_host + tier.num_disk
-        self._tier = NodeTier(store, followers, self._loaded, self._logic.lost)
         self._pp_size: Final = settings.engine.pipeline_parallel_size
         self._tp_size: Final = self._transfers.num_ranks // self._pp_size
-        self._grants = Grants(
+        worker.transfers = self._grants = Grants(
             engine.model_layout,
             self._transfers,
             self._received,
@@ -141,38 +114,47 @@ class NodeRunner:
             pp_size=self._pp_size,
             ttl_s=settings.reservation_ttl_s,
         )
+        self._store, self._num_tier_blocks = store, tier.num_host + tier.num_disk
+        worker.offload = NodeTier(store, followers, worker.loaded, logic.lost)
         self._remote_kvs: RemoteKVEnds | None = None
         if limits.tile_tokens:
-            self._remote_kvs = RemoteKVEnds(settings, engine, self._host, self._hosted, self._opened)
-        self._compiling = Compiling(engine.grammars, self._pass_on, self._refuse)
+            self._remote_kvs = RemoteKVEnds(settings, engine, worker.host, worker.hosted, worker.opened)
+        worker.remote_kvs = self._remote_kvs
+        self._compiling = Compiling(engine.grammars, worker.handle, worker.refuse)
+        worker.engine = self
         self._stepping = Stepping(
-            engine,
-            self._logic,
-            self._transfers,
-            followers,
-            drafter,
-            partial(self._carry_out, wakes=False),
-            stuck_exit_s=settings.stuck_exit_s,
+            engine, worker, self._transfers, followers, drafter, stuck_exit_s=settings.stuck_exit_s
         )
         self._idle = asyncio.Event()
         self._idle.set()
-        self._is_carrying_out = False
         self._alarm: Alarm | None = None
 
     # ---- for the link ----
 
     def hello(self) -> fleet_pb2.Hello:
+        """Return the node's identity and sizes.
+
+        The fingerprint must be equal on all nodes of a fleet; the engine's description and traits may differ.
+        """
         self._logic.attached()
+        engine, limits = self._engine, self._limits
         return fleet_pb2.Hello(
-            node=node_info(self._name, self._role, self._incarnation, self._fingerprint, self._engine),
-            num_blocks=self._engine.num_blocks,
-            block_size=self._engine.layout.block_size,
-            max_model_len=self._engine.max_model_len,
-            max_num_seqs=self._limits.max_num_seqs,
-            max_num_queued=self._limits.max_num_queued,
+            node=inference_pb2.NodeInfo(
+                name=self._name,
+                role=self._role,
+                incarnation=self._incarnation,
+                fingerprint={"protocol_version": PROTOCOL_VERSION, **self._fingerprint},
+                engine=engine.description,
+                traits=engine.numerics_facts,
+            ),
+            num_blocks=engine.num_blocks,
+            block_size=engine.layout.block_size,
+            max_model_len=engine.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_queued=limits.max_num_queued,
             tp_size=self._tp_size,
             pp_size=self._pp_size,
-            max_num_batched_tokens=self._limits.max_num_batched_tokens,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
             shape=convert.shape_to_wire(self._logic.shape),
             home=convert.shape_to_wire(self._logic.home),
             kv_keys=self._transfers.keys,
@@ -180,34 +162,28 @@ class NodeRunner:
             remote_kvs=self._remote_kv_offer(),
         )
 
+    def _remote_kv_offer(self) -> fleet_pb2.HolderOffer | None:
+        if self._remote_kvs is None:
+            return None
+        most = most_hosted_tokens(self._engine.num_blocks, self._engine.layout.block_size, self._limits.tile_tokens)
+        host = fleet_pb2.KVHolder(address=self._remote_kvs.address, key=self._remote_kvs.key)
+        return fleet_pb2.HolderOffer(host=host, num_tokens=most)
+
     @property
     def num_blocks_free(self) -> int:
         return self._logic.num_blocks_free
 
     def heartbeat(self) -> fleet_pb2.Heartbeat:
-        load = self._measured()
-        self._logic.describe(load)
-        self._carry_out()
-        return fleet_pb2.Heartbeat(load=load, step_age_s=self.step_age_s)
+        return self._worker.heartbeat()
 
     def handle(self, command: fleet_pb2.NodeCommand) -> None:
         self._transfers.admit([*command.reserve.sender_keys, *_job_of(command).fetch_prefix.sender_keys])
         self._compiling.take(command)
-        if not self._compiling.is_idle:
-            self._idle.clear()
-
-    def _pass_on(self, command: fleet_pb2.NodeCommand, guide: Guide | None) -> None:
-        self._logic.handle(command, time.monotonic(), guide)
-        self._carry_out()
-
-    def _refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
-        self._logic.refuse(attempt, error)
-        self._carry_out()
+        self._note_idle()
 
     def detached(self) -> None:
         self._compiling.forget()
-        self._logic.detached()
-        self._carry_out()
+        self._worker.detached()
 
     async def stuck(self) -> str:
         return await self._stepping.stuck()
@@ -215,23 +191,38 @@ class NodeRunner:
     async def recovered(self) -> None:
         await self._stepping.recovered()
 
-    def _measured(self) -> inference_pb2.NodeLoad:
-        """Return the part of the node's load that the logic does not know."""
-        store = self._store
-        return inference_pb2.NodeLoad(
-            name=self._name,
-            num_steps=self._stepping.stepper.num_steps,
-            step_s=self._stepping.stepper.step_s,
-            rss_bytes=resident_bytes(),
-            ranks=rank_loads(self._engines, self._followers),
-            tier=None
-            if store is None
-            else inference_pb2.TierLoad(num_unwritten=store.num_unwritten, write_s=store.write_s),
-        )
+    # ---- ports of the worker: engine and clock ----
 
     @property
-    def _engines(self) -> list[Engine]:
-        return [self._engine] if self._drafter is None else [self._engine, self._drafter.engine]
+    def step_age_s(self) -> float:
+        return self._stepping.stepper.step_age_s
+
+    def measured_load(self) -> inference_pb2.NodeLoad:
+        store, stepper = self._store, self._stepping.stepper
+        engines = [self._engine] if self._drafter is None else [self._engine, self._drafter.engine]
+        others = self._followers.loads
+        tier = inference_pb2.TierLoad(num_unwritten=store.num_unwritten, write_s=store.write_s) if store else None
+        return inference_pb2.NodeLoad(
+            name=self._name,
+            num_steps=stepper.num_steps,
+            step_s=stepper.step_s,
+            rss_bytes=resident_bytes(),
+            ranks=[rank_load(*engines), *(others[rank] for rank in sorted(others))],
+            tier=tier,
+        )
+
+    def wake(self) -> None:
+        self._stepping.wake()
+
+    def time(self) -> float:
+        return time.monotonic()
+
+    def wake_at(self, moment_s: float | None) -> None:
+        self._note_idle()
+        if self._alarm is not None:
+            loop = asyncio.get_running_loop()
+            # Subtract first: a sum that is rounded down would fire again and again at the same time.
+            self._alarm.set(None if moment_s is None else loop.time() + (moment_s - time.monotonic()))
 
     # ---- for metrics and tests ----
 
@@ -246,10 +237,6 @@ class NodeRunner:
     @property
     def speculation(self) -> SpeculationCounts:
         return self._logic.speculation.counts
-
-    @property
-    def step_age_s(self) -> float:
-        return self._stepping.stepper.step_age_s
 
     @property
     def is_stuck(self) -> bool:
@@ -269,7 +256,7 @@ class NodeRunner:
 
     def load(self) -> inference_pb2.NodeLoad:
         """Return the load that the next heartbeat would report."""
-        load = self._measured()
+        load = self.measured_load()
         self._logic.fill(load)
         return load
 
@@ -308,10 +295,16 @@ class NodeRunner:
         """Return when no request is left."""
         await self._idle.wait()
 
+    def _note_idle(self) -> None:
+        if self._logic.is_idle and self._compiling.is_idle:
+            self._idle.set()
+        else:
+            self._idle.clear()
+
     async def run(self) -> None:
         """Run steps until cancelled."""
-        self._alarm = Alarm(self._tick)
-        self._carry_out()
+        self._alarm = Alarm(self._worker.tick)
+        self._worker.carry_out()
         warming = asyncio.create_task(self._warm_up())
         try:
             await first_to_end(self._stepping.run(), self._followers.watch())
@@ -328,112 +321,30 @@ class NodeRunner:
             is_quiet = self._idle.is_set()
         self._compiling.warm_up()
 
-    # ---- transfers ----
-
-    def _granted(self, epoch: int) -> None:
-        self._logic.granted(epoch, self._grants.take(epoch))
-        self._carry_out()
-
-    def _received(self, epoch: int, result: Received | TransferFailed) -> None:
-        self._grants.forget(epoch)
-        self._logic.received(epoch, result, time.monotonic())
-        self._carry_out()
-
-    def _caught_up(self, epoch: int) -> None:
-        self._logic.caught_up(epoch)
-        self._carry_out()
-
-    def _sent(self, epoch: int, result: Sent | TransferFailed) -> None:
-        reach("release")
-        self._logic.sent(epoch, result, time.monotonic())
-        self._carry_out()
-
-    # ---- KV offload ----
-
-    def _loaded(self, load_id: int, num_good: int) -> None:
-        self._logic.loaded(load_id, num_good, time.monotonic())
-        self._carry_out()
-
-    # ---- distributed KV ----
-
-    def _remote_kv_offer(self) -> fleet_pb2.HolderOffer | None:
-        if self._remote_kvs is None:
-            return None
-        most = most_hosted_tokens(self._engine.num_blocks, self._engine.layout.block_size, self._limits.tile_tokens)
-        host = fleet_pb2.KVHolder(address=self._remote_kvs.address, key=self._remote_kvs.key)
-        return fleet_pb2.HolderOffer(host=host, num_tokens=most)
-
-    def _opened(self, node_request: NodeRequest, remote_kv: RemoteKV | None) -> None:
-        self._logic.opened(node_request, remote_kv, time.monotonic())
-        self._carry_out()
-
-    def _host(self, number: int, most_tiles: int, asker: Asker) -> list[int]:
-        """Lease blocks to another node. Evicted contents are copied to KV offload before the other node writes."""
-        block_ids = self._logic.host(number, most_tiles, asker, time.monotonic())
-        self._carry_out()
-        return block_ids
-
-    def _hosted(self, number: int) -> None:
-        self._logic.hosted(number)
-        self._carry_out()
-
     async def close(self) -> None:
         """Close both ends of distributed KV."""
         if self._remote_kvs is not None:
             await asyncio.to_thread(self._remote_kvs.close)
 
-    # ---- decisions ----
+    # ---- ends of transfers on all ranks ----
 
-    def _carry_out(self, *, wakes: bool = True) -> None:
-        """Carry out all decisions, and the decisions that follow from them, in order."""
-        if self._is_carrying_out:
-            if wakes:
-                self._stepping.wake()  # a decision had a result at once
-            return
-        self._is_carrying_out = True
-        try:
-            while decisions := self._logic.take_decisions():
-                for decision in decisions:
-                    self._do(decision)
-        finally:
-            self._is_carrying_out = False
-        if self._logic.is_idle and self._compiling.is_idle:
-            self._idle.set()
-        else:
-            self._idle.clear()
-        if wakes:
-            self._stepping.wake()
-        self._set_alarm()
+    def _granted(self, epoch: int) -> None:
+        self._worker.granted(epoch, self._grants.take(epoch))
 
-    def _do(self, decision: Decision) -> None:
-        match decision:
-            case Tell(event=event):
-                self._link.send(**event)
-            case Beat():
-                self._link.send(heartbeat=self.heartbeat())
-            case Receive():
-                self._grants.receive(decision)
-            case FetchPrefix():
-                self._grants.fetch_prefix(decision)
-            case Send() | SendMore() | FinishSend() | CancelTransfer():
-                self._transfers.carry_out(decision)
-            case Spill() | Load() | CancelLoad():
-                self._tier.carry_out(decision)
-            case OpenRemoteKV() | RecallRemoteKV() | CloseRemoteKV():
-                assert self._remote_kvs is not None, "a node without tiles"
-                self._remote_kvs.carry_out(decision)
+    def _received(self, epoch: int, result: Received | TransferFailed) -> None:
+        self._grants.forget(epoch)
+        self._worker.received(epoch, result)
 
-    def _tick(self) -> None:
-        self._logic.tick(time.monotonic())
-        self._carry_out()
+    def _sent(self, epoch: int, result: Sent | TransferFailed) -> None:
+        reach("release")
+        self._worker.sent(epoch, result)
 
-    def _set_alarm(self) -> None:
-        if self._alarm is None:
-            return
-        wake_at_s = self._logic.wake_at_s
-        loop = asyncio.get_running_loop()
-        # Subtract first: a sum that is rounded down would fire again and again at the same time.
-        self._alarm.set(None if wake_at_s is None else loop.time() + (wake_at_s - time.monotonic()))
+
+def _log_modes(settings: NodeSettings, engine: Engine) -> None:
+    if settings.speculation != OFF and not engine.is_batch_invariant:
+        logger.warning("--speculation does nothing here: the bits of answers depend on the batch (docs/bits.md)")
+    if (min_tokens := settings.engine.sequence_parallel_min_tokens) and settings.engine.tensor_parallel_size > 1:
+        logger.info("sequence parallelism: the ranks divide steps with prompts from %d tokens on", min_tokens)
 
 
 def _limits_of(settings: NodeSettings, engine: Engine, drafter: Drafter | None) -> Limits:

@@ -34,9 +34,8 @@ from serving_node.link import FleetLink
 from serving_node.metrics_server import MetricsServer
 from serving_node.process import serve
 from serving_node.ranks.follower import Follower
-from serving_node.ranks.leading import Followers, Leader
+from serving_node.ranks.leading import Followers, Leader, rank_load
 from serving_node.ranks.transfers import FollowerTransfers
-from serving_node.reports import rank_load
 from serving_node.runner import NodeRunner
 from serving_node.settings import NodeSettings
 

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -32,10 +32,10 @@ from serving_core.errors import RankLost
 from serving_core.net.backoff import Backoff
 from serving_core.requests import SampledToken, Work
 from serving_node.drafting import propose
-from serving_node.logic import NodeLogic
 from serving_node.ranks.leading import Followers, die, end_at_once
 from serving_node.ranks.transfers import NodeTransfers
 from serving_node.watchdog import CALM_S, FIRST_PAUSE_S, LEAST_S, LONGEST_PAUSE_S, Starvation, check_hope, why_stuck
+from serving_node.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -50,25 +50,19 @@ class Stepping:
     def __init__(
         self,
         engine: Engine,
-        logic: NodeLogic,
+        worker: Worker,
         transfers: NodeTransfers,
         followers: Followers,
         drafter: Drafter | None,
-        carry_out: Callable[[], None],
         *,
         stuck_exit_s: float,
     ) -> None:
-        """Create the runner of steps.
-
-        `carry_out` carries out the logic's decisions without waking the step loop.
-        """
         self.stepper: Final[Stepper[Work, list[SampledToken]]] = Stepper(engine.step)
         self._engine = engine
-        self._logic = logic
+        self._worker, self._logic = worker, worker.logic
         self._transfers = transfers
         self._followers = followers
         self._drafter = drafter
-        self._carry_out = carry_out
         self._stuck_exit_s = stuck_exit_s
         self._looks_ahead: Final = engine.can_schedule_async and not len(followers)
         self._works: list[Work] = []  # of the running step; empty between steps
@@ -91,9 +85,9 @@ class Stepping:
 
     def _plan(self) -> list[Work]:
         self.clock.lap(IDLE)
-        works = self._logic.plan(time.monotonic())
+        works = self._worker.plan()
         self.clock.lap(PLAN)
-        self._carry_out()
+        self._worker.carry_out(wakes=False)
         self.clock.lap(SEND)
         return works
 
@@ -125,7 +119,7 @@ class Stepping:
         """Let the engine build the step behind the running one (async scheduling)."""
         if not self._looks_ahead or not (works := self._logic.plan_ahead(step.parts)):
             return
-        self._carry_out()
+        self._worker.carry_out(wakes=False)
         try:
             built = self._engine.prepare(works)
         except Exception:
@@ -151,15 +145,15 @@ class Stepping:
         tokens, step_s, goes_on = done
         if not goes_on:
             self.clock.lap(HAND_OVER)
-        self._logic.step_done(works, tokens, step_s, time.monotonic(), goes_on=goes_on)
+        self._worker.step_done(works, tokens, step_s, goes_on=goes_on)
         if goes_on:
             next_step, step.next_step = step.next_step, None
             assert next_step is not None
             next_step.take_in()
-            self._carry_out()
+            self._worker.carry_out(wakes=False)
             return next_step
         self.clock.lap(AFTER)
-        self._carry_out()
+        self._worker.carry_out(wakes=False)
         self.clock.lap(SEND)
         return None
 
@@ -182,8 +176,8 @@ class Stepping:
             if self._num_failed_steps == MOST_FAILED_STEPS:
                 end_at_once(f"{MOST_FAILED_STEPS} steps in a row have failed, and this node ends: {error}")
             self._followers.fail_step(error)
-            self._logic.step_failed(works, cause_of(error), time.monotonic())
-            self._carry_out()
+            self._worker.step_failed(works, cause_of(error))
+            self._worker.carry_out(wakes=False)
 
     # ---- stuck steps ----
 

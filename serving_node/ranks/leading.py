@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from protos import inference_pb2, ranks_pb2
 from serving_core.errors import ModelError, RankLost
@@ -20,6 +20,9 @@ from serving_core.process.memory import resident_bytes
 from serving_core.requests import Share, Work
 from serving_core.tasks import first_to_end
 from serving_node.ranks.stream import RankStream, dial
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +203,16 @@ class Leader:
             self._load.rss_bytes = resident_bytes()
             self.send(load=self._load)
             await asyncio.sleep(BEAT_S)
+
+
+def rank_load(*engines: "Engine") -> inference_pb2.RankLoad:
+    """Return the memory use of this process; the first engine is the node's own."""
+    return inference_pb2.RankLoad(
+        rank=engines[0].group.rank,
+        rss_bytes=resident_bytes(),
+        kv_pool_bytes=sum(engine.kv_pool_bytes for engine in engines),
+        weight_bytes=sum(engine.weight_bytes for engine in engines),
+    )
 
 
 def die(why: object) -> NoReturn:

@@ -75,10 +75,10 @@ class SimulatedCoordinator:
         known = self.registry.admit(node.hello(), self._agenda.now)
         message_s, noise = node.costs.message_s, node.noise
         events = Line(self._agenda, message_s, noise.events, partial(self._receive, known))
-        commands = Line(self._agenda, message_s, noise.commands, node.handle)
+        commands = Line(self._agenda, message_s, noise.commands, node.worker.handle)
         self._attachments[known] = Attachment(node, commands, events)
         node.line = events
-        self._beat(known)
+        self._report_load(known)
 
     def lose(self, node: SimulatedNode) -> None:
         """The node's stream has ended."""
@@ -93,10 +93,10 @@ class SimulatedCoordinator:
         elif not node.is_lost:
             self.attach(node)
 
-    def _beat(self, known: Node) -> None:
+    def _report_load(self, known: Node) -> None:
         if attachment := self._attachments.get(known):
-            attachment.node.beat()
-            self._agenda.after(self._settings.heartbeat_s, lambda: self._beat(known))
+            attachment.node.report_load()
+            self._agenda.after(self._settings.heartbeat_s, lambda: self._report_load(known))
 
     def _receive(self, known: Node, event: fleet_pb2.NodeEvent) -> None:
         now = self._agenda.now
@@ -137,7 +137,7 @@ class SimulatedCoordinator:
         for known, *_ in self.registry.expired(now):
             node = self._attachments[known].node
             self.apply(self._lose(known), now)
-            node.detached()
+            node.worker.detached()
             self._attach_again(node)
         self.apply(self.scheduler.tick(now), now)
         self.apply(self.roles.tick(now), now)

@@ -12,6 +12,8 @@ from typing import Final, Protocol
 from kv_transfer.descriptor import TRANSFER_ID_BYTES, ChannelEnd, TransferDescriptor
 from kv_transfer.results import Received, Sent, TransferFailed
 from serving_core import reasons
+from serving_node.decisions import CancelTransfer, FetchPrefix, FinishSend, Receive, Send, SendMore
+from serving_node.worker import Worker
 from splitserve_bench.simulate.costs import Costs
 from splitserve_bench.simulate.events import Agenda
 from splitserve_bench.simulate.profile import NodeSizes
@@ -25,11 +27,8 @@ class End(Protocol):
 
     name: str
     costs: Costs
-
-    def coming(self, epoch: int) -> None: ...
-    def received(self, epoch: int, result: Received | TransferFailed) -> None: ...
-    def caught_up(self, epoch: int) -> None: ...
-    def sent(self, epoch: int, result: Sent | TransferFailed) -> None: ...
+    worker: Worker
+    is_lost: bool
 
 
 class State(Enum):
@@ -72,18 +71,37 @@ class Transfers:
         self._sending: dict[tuple[End, int], Transfer] = {}
         self._free_s: dict[End, float] = {}  # when a sender's blocks have left
 
-    def open(
-        self, receiver: End, epoch: int, *, num_blocks: int, num_cached: int, num_tokens: int, behind: bytes = b""
-    ) -> bytes:
-        """Lets these blocks be written by the descriptor that is returned."""
+    def carry_out(
+        self, node: End, decision: Receive | FetchPrefix | Send | SendMore | FinishSend | CancelTransfer
+    ) -> None:
+        """Carry out a node's decision."""
+        match decision:
+            case Receive(node_request=to, num_blocks=num_blocks):
+                known, num_cached = len(to.request.token_ids), to.num_cached_blocks
+                self._open(node, to.request.epoch, num_blocks, num_cached, known, to.behind)
+            case FetchPrefix(offer=offer, block_ids=block_ids, num_cached=num_cached):
+                self._open(node, offer.epoch, len(block_ids), num_cached, offer.num_tokens)
+            case Send(epoch=epoch, descriptor=descriptor, block_ids=block_ids):
+                self._send(node, epoch, descriptor, len(block_ids))
+            case SendMore(epoch=epoch, block_ids=block_ids):
+                self.ready(node, epoch, len(block_ids), since_s=self._agenda.now)
+            case FinishSend(epoch=epoch, block_ids=block_ids, tail=tail):
+                self._finish(node, epoch, len(block_ids), tail)
+            case CancelTransfer(epoch=epoch):
+                self._cancel(node, epoch)
+
+    def _open(
+        self, receiver: End, epoch: int, num_blocks: int, num_cached: int, num_tokens: int, behind: bytes = b""
+    ) -> None:
+        """Let these blocks be written by a new descriptor."""
         end = ChannelEnd(next(self._ids).to_bytes(TRANSFER_ID_BYTES, "big"), ADDRESS)
         sizes = (num_blocks, num_cached, num_tokens)
         descriptor = TransferDescriptor(epoch, self._layout, 1, 1, *sizes, TTL_S, (end,), behind=behind).encode()
         transfer = Transfer(receiver, epoch, num_blocks, num_cached)
         self._by_descriptor[descriptor] = self._receiving[receiver, epoch] = transfer
-        return descriptor
+        receiver.worker.granted(epoch, descriptor)
 
-    def send(self, sender: End, epoch: int, descriptor: bytes, num_blocks: int) -> None:
+    def _send(self, sender: End, epoch: int, descriptor: bytes, num_blocks: int) -> None:
         """Begins a transfer, of which so many leading blocks are final."""
         transfer = self._by_descriptor.pop(descriptor)
         transfer.sender, transfer.sent_epoch = sender, epoch
@@ -101,7 +119,7 @@ class Transfers:
             return
         num_new = max(0, min(num_blocks, transfer.num_blocks) - transfer.num_ready)
         if num_new and not transfer.num_sent:
-            transfer.receiver.coming(transfer.epoch)
+            transfer.receiver.worker.coming(transfer.epoch)
         transfer.num_ready += num_new
         transfer.num_sent += num_new
         now, bytes_s = self._agenda.now, self.bytes_s(sender, transfer.receiver, num_new * self._block_bytes)
@@ -113,7 +131,7 @@ class Transfers:
         """Of so many bytes on their way from one to the other."""
         return sender.costs.bytes_s(num_bytes)
 
-    def finish(self, sender: End, epoch: int, num_blocks: int, tail: bytes) -> None:
+    def _finish(self, sender: End, epoch: int, num_blocks: int, tail: bytes) -> None:
         """All blocks are final; the tail follows the last one."""
         self.ready(sender, epoch, num_blocks, since_s=self._agenda.now)
         if (transfer := self._sending.get((sender, epoch))) and transfer.state is State.OPEN:
@@ -121,7 +139,7 @@ class Transfers:
             arrived_s = transfer.left_s + sender.costs.latency_s()
             self._agenda.at(arrived_s, lambda: self._end(transfer, State.COMMITTED, by=transfer.receiver))
 
-    def cancel(self, node: End, epoch: int) -> None:
+    def _cancel(self, node: End, epoch: int) -> None:
         """Ends what the node receives or sends, if it has not ended."""
         if transfer := self._receiving.get((node, epoch)):
             self._end(transfer, State.REVOKED, by=node)
@@ -140,7 +158,7 @@ class Transfers:
         if transfer.state is not State.OPEN or transfer.is_finished:
             return
         if transfer.left_s <= self._agenda.now:
-            transfer.sender.caught_up(transfer.sent_epoch)
+            transfer.sender.worker.caught_up(transfer.sent_epoch)
         else:
             self._agenda.at(transfer.left_s, lambda: self._watch(transfer))
 
@@ -156,21 +174,25 @@ class Transfers:
 
     def _tell_receiver(self, transfer: Transfer) -> None:
         del self._receiving[transfer.receiver, transfer.epoch]
-        num_bytes = transfer.num_sent * self._block_bytes
+        if transfer.receiver.is_lost:
+            return
+        num_bytes, worker = transfer.num_sent * self._block_bytes, transfer.receiver.worker
         if transfer.state is State.COMMITTED:
-            transfer.receiver.received(transfer.epoch, Received(transfer.tail, num_bytes))
+            worker.received(transfer.epoch, Received(transfer.tail, num_bytes))
         else:
             reason = reasons.TRANSFER_ABORTED if transfer.state is State.ABORTED else reasons.TRANSFER_FAILED
-            transfer.receiver.received(transfer.epoch, _failed(transfer, reason))
+            worker.received(transfer.epoch, _failed(transfer, reason))
 
     def _tell_sender(self, transfer: Transfer) -> None:
         assert transfer.sender is not None
         del self._sending[transfer.sender, transfer.sent_epoch]
+        if transfer.sender.is_lost:
+            return
         if transfer.state is State.COMMITTED:
-            transfer.sender.sent(transfer.sent_epoch, Sent(transfer.num_sent * self._block_bytes))
+            transfer.sender.worker.sent(transfer.sent_epoch, Sent(transfer.num_sent * self._block_bytes))
         else:
             reason = reasons.TRANSFER_REVOKED if transfer.state is State.REVOKED else reasons.TRANSFER_FAILED
-            transfer.sender.sent(transfer.sent_epoch, _failed(transfer, reason))
+            transfer.sender.worker.sent(transfer.sent_epoch, _failed(transfer, reason))
 
 
 def _failed(transfer: Transfer, reason: str) -> TransferFailed:

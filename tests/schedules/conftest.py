@@ -10,7 +10,7 @@ import coordinator.dispatcher
 import engine.stepper
 import kv_transfer.descriptor
 import serving_node.link
-import serving_node.reports
+import serving_node.ranks.leading
 import serving_node.runner
 import serving_node.stepping
 from tests.schedules.streams import Channel
@@ -28,10 +28,10 @@ def simulated(monkeypatch):
     ):
         monkeypatch.setattr(module, "time", clock)
     draws = SimpleNamespace(token_bytes=lambda count: _draw(count), token_hex=lambda count: _draw(count).hex())
-    for module in (kv_transfer.descriptor, serving_node.reports):
+    for module in (kv_transfer.descriptor, serving_node.runner):
         monkeypatch.setattr(module, "secrets", draws)
-    for module in (serving_node.runner, serving_node.reports):
-        monkeypatch.setattr(module, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(serving_node.runner, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(serving_node.ranks.leading, "resident_bytes", lambda: 0)
     monkeypatch.setattr(grpc.aio, "insecure_channel", Channel)
     monkeypatch.setattr(serving_node.link.fleet_pb2_grpc, "FleetStub", lambda channel: channel)
 

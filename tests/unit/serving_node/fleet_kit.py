@@ -233,8 +233,8 @@ class Fleet:
         if channel.is_granted or channel.receiver_has_heard:
             return False
         channel.is_granted = True
-        channel.receiver.logic.granted(channel.epoch, channel.descriptor)
-        channel.receiver.settle()
+        channel.receiver.worker.granted(channel.epoch, channel.descriptor)
+        channel.receiver.check()
         return True
 
     def _carry(self, channel):
@@ -247,15 +247,15 @@ class Fleet:
         num_before = channel.num_arrived
         if channel.carry():
             if num_before == channel.num_cached:
-                channel.receiver.logic.coming(channel.epoch)
+                channel.receiver.worker.coming(channel.epoch)
             return True
         if channel.outgoing.is_finished:
             channel.commit()
             return True
         has_caught_up, channel.has_caught_up = channel.has_caught_up, True
         if not has_caught_up:
-            channel.sender.logic.caught_up(channel.sender_epoch)
-            channel.sender.settle()
+            channel.sender.worker.caught_up(channel.sender_epoch)
+            channel.sender.check()
         return not has_caught_up
 
     def _end_receive(self, channel):
@@ -263,8 +263,8 @@ class Fleet:
             return False
         channel.receiver_has_heard = True
         del channel.receiver.opened[channel.epoch]
-        channel.receiver.logic.received(channel.epoch, channel.received(), channel.receiver.now)
-        channel.receiver.settle()
+        channel.receiver.worker.received(channel.epoch, channel.received())
+        channel.receiver.check()
         self._forget(channel)
         return True
 
@@ -273,8 +273,8 @@ class Fleet:
             return False
         sender, channel.sender = channel.sender, None
         del sender.sending[channel.sender_epoch]
-        sender.logic.sent(channel.sender_epoch, channel.sent(), sender.now)
-        sender.settle()
+        sender.worker.sent(channel.sender_epoch, channel.sent())
+        sender.check()
         self._forget(channel)
         return True
 

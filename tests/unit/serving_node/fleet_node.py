@@ -84,7 +84,7 @@ class FleetNode(Node):
         self.num_evictions.update((each.request.epoch, each.num_evictions) for each in self.logic.node_requests)
         self.to_share.update(each for each in self.logic.node_requests if each.is_to_share)
 
-    def _do(self, decision):
+    def carry_out(self, decision):
         match decision:
             case Receive(node_request=node_request, num_blocks=num_blocks):
                 self._open(node_request, num_blocks)
@@ -98,7 +98,7 @@ class FleetNode(Node):
             case CancelTransfer(epoch=epoch):
                 self._cancel(epoch)
             case _:
-                super()._do(decision)
+                super().carry_out(decision)
 
     def _open(self, node_request, num_blocks):
         self.grants_at_once = False

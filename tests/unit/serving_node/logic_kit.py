@@ -1,4 +1,4 @@
-"""A node's logic driven by hand: commands, steps, ends of transfers and the time go in, and what it decides is kept.
+"""A node's worker driven by hand: commands, steps, ends of transfers and the time go in, and what it decides is kept.
 
 The KV is that of tests/toy_kv.py, so a step that reads a wrong block fails, and every token can be worked out on paper
 (`answer_of`). After everything that happens the pool is counted from scratch.
@@ -17,7 +17,6 @@ from serving_core.node.requests import RequestState
 from serving_core.requests import NO_TOKEN, Request, SampledToken, SamplingParams
 from serving_core.shapes import preset
 from serving_node.decisions import (
-    Beat,
     CancelLoad,
     CancelTransfer,
     FetchPrefix,
@@ -27,10 +26,10 @@ from serving_node.decisions import (
     Send,
     SendMore,
     Spill,
-    Tell,
 )
 from serving_node.kv_offload import NO_OFFLOAD
 from serving_node.logic import Limits, NodeLogic
+from serving_node.worker import Worker
 from tests.toy_kv import FINGERPRINT, HERE, NUM_TOKEN_IDS, ToyKV, answer_of
 
 BLOCK_SIZE = 4
@@ -56,6 +55,24 @@ class Opened:
     descriptor: bytes
 
 
+class Ports:
+    """Clock and engine of a worker for which nothing happens by itself: tests begin steps and let the time pass."""
+
+    now = step_age_s = 0.0
+
+    def time(self):
+        return self.now
+
+    def wake_at(self, moment_s):
+        pass
+
+    def wake(self):
+        pass
+
+    def measured_load(self):
+        return inference_pb2.NodeLoad()
+
+
 @dataclass
 class Outgoing:
     """What has been said of one that is sent."""
@@ -66,7 +83,7 @@ class Outgoing:
     tail: bytes = b""
 
 
-class Node:
+class Node(Ports):
     """One node, its clock and its pool."""
 
     def __init__(
@@ -119,6 +136,8 @@ class Node:
             costs=costs or StepCosts(),
             tier=tier,
         )
+        self.worker = worker = Worker(self.logic, self, self)
+        worker.engine = worker.transfers = worker.offload = self
         self.tier_kv = {}  # what each slot of the second tier holds
         self.tier_names = {}  # by slot: what the pool called what was copied there
         self.tells_lost = True  # of what could not be copied
@@ -138,7 +157,7 @@ class Node:
         self.hints = set()  # blocks that the coordinator believes to be here
         self.numerics_ids = set()  # of all blocks that requests ever had
         self.grants_at_once = True
-        self.num_beats = 0
+        self.num_heartbeats = 0
         self.sampled = []  # tokens of the step that runs
         self._num_requests = 0
 
@@ -185,16 +204,16 @@ class Node:
         self.handle(cancel=fleet_pb2.Cancel(attempt=convert.attempt_of(request)))
 
     def handle(self, **command):
-        self.logic.handle(fleet_pb2.NodeCommand(**command), self.now)
-        self.settle()
+        self.worker.handle(fleet_pb2.NodeCommand(**command))
+        self.check()
 
     def reshape(self, prompt_tokens, slots, takes_handovers=False, is_temporary=False):
         shape = inference_pb2.Shape(prompt_tokens=prompt_tokens, slots=slots, takes_handovers=takes_handovers)
         self.handle(reshape=fleet_pb2.Reshape(shape=shape, is_temporary=is_temporary))
 
     def detached(self):
-        self.logic.detached()
-        self.settle()
+        self.worker.detached()
+        self.check()
 
     def _job(
         self,
@@ -237,8 +256,8 @@ class Node:
         """Plans a step, which then runs; gives its shares."""
         assert not self.works, "a step is running"
         num_loads = self.num_loads
-        self.works = self.logic.plan(self.now)
-        self._absorb()
+        self.works = self.worker.plan()
+        self.worker.carry_out()
         if not self.works and self.loads_at_once and self.num_loads > num_loads:
             return self.begin()  # what was waited for is there
         assert sum(work.num_tokens + len(work.draft_tokens) for work in self.works) <= self.budget
@@ -266,7 +285,7 @@ class Node:
             sampling = [work.request for work in works if work.samples]
             embedding = SampledToken(NO_TOKEN, embedding=EMBEDDING)
             given = [embedding if each.pooling else token for each, token in zip(sampling, given, strict=True)]
-        self.logic.step_done(works, given, STEP_S, self.now)
+        self.worker.step_done(works, given, STEP_S)
         self.settle()
 
     def fail_step(self):
@@ -275,7 +294,7 @@ class Node:
         for work in works:
             self.kv.spoil(work.block_ids, range(work.start, work.start + work.num_tokens + len(work.draft_tokens)))
         self.now += STEP_S
-        self.logic.step_failed(works, "the cause", self.now)
+        self.worker.step_failed(works, "the cause")
         self.settle()
 
     def step(self):
@@ -295,8 +314,8 @@ class Node:
 
     def grant(self, request):
         """Every rank awaits the blocks."""
-        self.logic.granted(request.epoch, self.opened[request.epoch].descriptor)
-        self.settle()
+        self.worker.granted(request.epoch, self.opened[request.epoch].descriptor)
+        self.check()
 
     def arrive(self, request, tail=None, num_tokens=1, num_bytes=None):
         """All KV is here, and with it the tokens that follow those that were known."""
@@ -307,34 +326,34 @@ class Node:
             tail = convert.to_tail(known[len(request.token_ids) :], numerics_ids)
         if num_bytes is None:
             num_bytes = (len(opened.block_ids) - opened.num_cached) * BLOCK_BYTES
-        self.logic.received(request.epoch, Received(tail, num_bytes), self.now)
-        self.settle()
+        self.worker.received(request.epoch, Received(tail, num_bytes))
+        self.check()
 
     def receive_fails(self, request, reason="TRANSFER_FAILED", message="lost on the way"):
         del self.opened[request.epoch]
-        self.logic.received(request.epoch, TransferFailed(reason, message), self.now)
-        self.settle()
+        self.worker.received(request.epoch, TransferFailed(reason, message))
+        self.check()
 
     def coming(self, request):
         """The first of its KV is here."""
-        self.logic.coming(request.epoch)
+        self.worker.coming(request.epoch)
         self.settle()
 
     def caught_up(self, request):
         """What was ready of it has left."""
-        self.logic.caught_up(request.epoch)
-        self.settle()
+        self.worker.caught_up(request.epoch)
+        self.check()
 
     def sent(self, request, num_bytes=0):
         """The other node has all of it."""
         assert self.sending.pop(request.epoch).is_finished
-        self.logic.sent(request.epoch, Sent(num_bytes), self.now)
-        self.settle()
+        self.worker.sent(request.epoch, Sent(num_bytes))
+        self.check()
 
     def send_fails(self, request, reason="TRANSFER_FAILED", message="lost on the way"):
         del self.sending[request.epoch]
-        self.logic.sent(request.epoch, TransferFailed(reason, message), self.now)
-        self.settle()
+        self.worker.sent(request.epoch, TransferFailed(reason, message))
+        self.check()
 
     def writes(self, name, prompt, **job):
         """One whose KV has come, and which is being written now."""
@@ -355,8 +374,8 @@ class Node:
 
     def tick(self, now):
         self.now = now
-        self.logic.tick(now)
-        self.settle()
+        self.worker.tick()
+        self.check()
 
     # ---- what it tells ----
 
@@ -403,23 +422,20 @@ class Node:
     def num_free(self):
         return self.allocator.num_free
 
-    # ---- decisions ----
+    # ---- the worker's other ports: link, transfers and KV offload ----
+
+    def send(self, **event):
+        if "heartbeat" in event:
+            self.num_heartbeats += 1
+        else:
+            self._hear(fleet_pb2.NodeEvent(**event))
 
     def settle(self):
-        self._absorb()
+        self.worker.carry_out()
         self.check()
 
-    def _absorb(self):
-        while decisions := self.logic.take_decisions():
-            for decision in decisions:
-                self._do(decision)
-
-    def _do(self, decision):
+    def carry_out(self, decision):
         match decision:
-            case Tell(event=event):
-                self._hear(fleet_pb2.NodeEvent(**event))
-            case Beat():
-                self.num_beats += 1
             case Receive(node_request=node_request, num_blocks=num_blocks):
                 self._open(node_request, num_blocks)
             case Send(epoch=epoch, descriptor=descriptor, block_ids=block_ids):
@@ -457,7 +473,7 @@ class Node:
         self.opened[epoch] = Opened(node_request.request, block_ids, num_cached, descriptor)
         self.kv.spoil(block_ids, range(num_cached * BLOCK_SIZE, num_blocks * BLOCK_SIZE))  # it may begin to arrive
         if self.grants_at_once:
-            self.logic.granted(epoch, descriptor)
+            self.worker.granted(epoch, descriptor)
 
     def _open_to_lender(self, epoch, fetch_prefix):
         self.prefix_fetch_begun[epoch] = fetch_prefix
@@ -466,7 +482,7 @@ class Node:
         descriptor = a_descriptor(
             num_blocks, num_cached=fetch_prefix.num_cached, num_tokens=num_blocks * BLOCK_SIZE, epoch=epoch
         )
-        self.logic.granted(epoch, descriptor)
+        self.worker.granted(epoch, descriptor)
 
     def _do_in_tier(self, decision):
         match decision:
@@ -508,8 +524,8 @@ class Node:
             self.kv.put(block_id, self.tier_kv[slot])
         self.kv.spoil_blocks(load.block_ids[num_good:])
         self._forget(load.slots[num_good:])
-        self.logic.loaded(load_id, num_good, self.now)
-        self.settle()
+        self.worker.loaded(load_id, num_good)
+        self.check()
 
     def _note_evictions(self):
         put = self.allocator.on_evict

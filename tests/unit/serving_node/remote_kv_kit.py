@@ -9,11 +9,12 @@ from serving_core.node.blocks import BlockAllocator
 from serving_core.node.costs import StepCosts, StepRates
 from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.shapes import preset
-from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RecallRemoteKV, Tell
+from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RecallRemoteKV
 from serving_node.distributed_kv.source import RETRY_S
 from serving_node.logic import Limits, NodeLogic
+from serving_node.worker import Worker
 from tests.toy_kv import FINGERPRINT, HERE
-from tests.unit.serving_node.logic_kit import LAYOUT, prompt_of
+from tests.unit.serving_node.logic_kit import LAYOUT, Ports, prompt_of
 
 TILE = 8  # tokens, two blocks
 
@@ -29,7 +30,7 @@ class Away:
     is_recalled: bool = False
 
 
-class LongNode:
+class LongNode(Ports):
     """One whose pool of eight blocks holds 32 tokens. Nothing is computed, but where it would be is noted."""
 
     HOSTS = (fleet_pb2.KVHolder(address="host:1", key=bytes(32)),)
@@ -50,6 +51,8 @@ class LongNode:
             rates=StepRates(),
             costs=StepCosts(),
         )
+        self.worker = worker = Worker(self.logic, self, self)
+        worker.engine = worker.transfers = worker.remote_kvs = self
         self.openings, self.closed, self.told = [], [], []
         self.recalled = []  # numbers of remote KV
         self.on_failed = lambda event: None
@@ -81,27 +84,35 @@ class LongNode:
         return self.logic.node_requests.find(request)
 
     def do(self, command):
-        self.logic.handle(command, self.now)
-        self.take()
+        self.worker.handle(command)
+        self.check()
+
+    # ---- the worker's other ports: link and distributed KV; its transfers are left to the tests ----
+
+    def send(self, **event):
+        self.told += event
+        if "failed" in event:
+            self.on_failed(event["failed"])
+
+    def carry_out(self, decision):
+        match decision:
+            case OpenRemoteKV():
+                self.openings.append(decision)
+            case CloseRemoteKV(remote_kvs=remote_kvs):
+                self.closed += remote_kvs
+            case RecallRemoteKV(number=number):
+                self.recalled.append(number)
 
     def take(self):
-        for decision in self.logic.take_decisions():
-            match decision:
-                case OpenRemoteKV():
-                    self.openings.append(decision)
-                case CloseRemoteKV(remote_kvs=remote_kvs):
-                    self.closed += remote_kvs
-                case RecallRemoteKV(number=number):
-                    self.recalled.append(number)
-                case Tell(event=event):
-                    self.told += event
-                    if "failed" in event:
-                        self.on_failed(event["failed"])
+        self.worker.carry_out()
+        self.check()
+
+    def check(self):
         self.allocator.check_integrity()
         self.logic.node_requests.check_integrity()
 
     def compute(self, beside=lambda: None, step_s=0.1):
-        works = self.logic.plan(self.now)
+        works = self.worker.plan()
         self.take()
         beside()
         for work in works:
@@ -110,7 +121,7 @@ class LongNode:
             else:
                 self._put_kv(work)
         self.now += step_s
-        self.logic.step_done(works, [SampledToken(1) for work in works if work.samples], step_s, self.now)
+        self.worker.step_done(works, [SampledToken(1) for work in works if work.samples], step_s)
         self.take()
         return sum(work.num_tokens for work in works)
 
@@ -139,8 +150,8 @@ class LongNode:
         return num_ready
 
     def opened(self, remote_kv):
-        self.logic.opened(self.openings.pop(0).node_request, remote_kv, self.now)
-        self.take()
+        self.worker.opened(self.openings.pop(0).node_request, remote_kv)
+        self.check()
 
     def copy_to(self, host, block_ids):
         """As many of the blocks that are to leave."""
@@ -151,8 +162,8 @@ class LongNode:
     def host(self, most_tiles, age, *, is_again=False, step_s=0.0):
         """Another node's request asks for so much."""
         self.num_asked += 1
-        block_ids = self.logic.host(self.num_asked, most_tiles, Asker(age, is_again, step_s), self.now)
-        self.take()
+        block_ids = self.worker.host(self.num_asked, most_tiles, Asker(age, is_again, step_s))
+        self.check()
         return block_ids
 
     def load(self):
@@ -162,8 +173,8 @@ class LongNode:
 
     def tick(self, now):
         self.now = now
-        self.logic.tick(now)
-        self.take()
+        self.worker.tick()
+        self.check()
 
     def run(self, most=500):
         """Every remote KV holds what it is asked to."""
@@ -224,5 +235,5 @@ class Fellows:
             ]
             node.closed, node.recalled = [], []
             for host, number in over:
-                host.logic.hosted(number)
-                host.take()
+                host.worker.hosted(number)
+                host.check()

@@ -8,10 +8,10 @@ from serving_core.node.costs import StepCosts, StepLoad, StepRates, StepWeights
 from serving_core.node.requests import RequestState
 from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.shapes import preset
-from serving_node.decisions import Tell
 from serving_node.logic import Limits, NodeLogic
+from serving_node.worker import Worker
 from tests.toy_kv import FINGERPRINT, HERE
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES, LAYOUT
+from tests.unit.serving_node.logic_kit import BLOCK_BYTES, LAYOUT, Ports
 
 BUDGET = 512
 
@@ -59,7 +59,7 @@ class Step:
     due_s: list
 
 
-class Clocked:
+class Clocked(Ports):
     """One node that does both."""
 
     def __init__(self, true_weights, costs, *, slots=8, noise=lambda: 1.0):
@@ -79,6 +79,8 @@ class Clocked:
             rates=StepRates(),
             costs=costs,
         )
+        self.worker = Worker(self.logic, self, self)
+        self.worker.engine = self
 
     def ask(self, asked):
         """It comes now."""
@@ -90,7 +92,7 @@ class Clocked:
         )
         due = None if asked.tpot_s is None else fleet_pb2.Due(tpot_s=asked.tpot_s)
         job = convert.job_to_wire(request, index, due)
-        self.logic.handle(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=job, local_prefill=True)), self.now)
+        self.worker.handle(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=job, local_prefill=True)))
 
     def run(self, load):
         """All of these, each when it is due, to the end of the last; yields the steps."""
@@ -103,7 +105,7 @@ class Clocked:
             yield self.step()
 
     def step(self):
-        works = self.logic.plan(self.now)
+        works = self.worker.plan()
         assert works, "the node stands still"
         node_requests = {each.request.request_id: each for each in self.logic.node_requests}
         answers = [work for work in works if node_requests[work.request.request_id].state is RequestState.RUNNING]
@@ -117,19 +119,17 @@ class Clocked:
         self.now += step_s
         for work in answers:
             self.asked[int(work.request.request_id)].spared_s += step_s - bare_s
-        self.logic.step_done(works, [SampledToken(0)] * sum(work.samples for work in works), step_s, self.now)
-        self._hear()
+        self.worker.step_done(works, [SampledToken(0)] * sum(work.samples for work in works), step_s)
+        self.worker.carry_out()
         return Step(began_s, self.now, began_s + bare_s, whole.num_prompt_tokens, due_s)
 
     def _seconds(self, load):
         return sum(weight * figure for weight, figure in zip(self.weights, load.figures, strict=True))
 
-    def _hear(self):
-        for decision in self.logic.take_decisions():
-            if not isinstance(decision, Tell):
-                continue
-            if first := decision.event.get("first_token"):
-                self.asked[int(first.attempt.request_id)].times_s.append(self.now)
-            elif step_tokens := decision.event.get("step_tokens"):
-                for token in step_tokens.tokens:
-                    self.asked[int(token.attempt.request_id)].times_s.append(self.now)
+    def send(self, **event):
+        """Note when tokens come."""
+        if first := event.get("first_token"):
+            self.asked[int(first.attempt.request_id)].times_s.append(self.now)
+        elif step_tokens := event.get("step_tokens"):
+            for token in step_tokens.tokens:
+                self.asked[int(token.attempt.request_id)].times_s.append(self.now)

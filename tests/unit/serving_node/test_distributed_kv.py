@@ -303,7 +303,7 @@ def test_a_long_answer_gives_way_to_an_older_one_that_has_waited():
         node.compute(node.ask_for(1))
     assert node.now >= HOLD_S
     assert younger.state is RequestState.WAITING
-    node.logic.hosted(node.num_asked)
+    node.worker.hosted(node.num_asked)
     node.tick(node.now + LAPSE_S)
     while younger in node.logic.node_requests:
         assert node.compute()

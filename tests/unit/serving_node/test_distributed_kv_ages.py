@@ -111,7 +111,7 @@ def test_an_older_one_gets_the_blocks_of_younger_tiles_and_nobody_else_does(num_
     stand(node)
     assert node.recalled == [first, last]  # once
     for number in (first, last):
-        node.logic.hosted(number)
+        node.worker.hosted(number)
         assert not node.host(1, age=6, is_again=True)
     node.compute()
     assert older.lease is not None
@@ -129,7 +129,7 @@ def test_the_youngest_request_gives_its_tiles_up_first_and_no_more_than_needed()
     node.ask("older", 5, 13, max_tokens=3)  # four blocks, of which there are two
     stand(node)
     assert node.recalled == [numbers[9]]
-    node.logic.hosted(numbers[9])
+    node.worker.hosted(numbers[9])
     node.run()
     assert node.recalled == [numbers[9]]
     assert "failed" not in node.told
@@ -191,7 +191,7 @@ def test_tiles_of_younger_requests_make_room_for_those_of_an_older_one_that_has_
     if waits:
         assert node.now - begun_s == pytest.approx(HOLD_S, abs=3 * RETRY_S)
         for number in numbers:
-            node.logic.hosted(number)
+            node.worker.hosted(number)
         assert len(node.host(3, age=6)) == 4  # it leaves the blocks of a tile
         assert len(node.host(1, age, is_again=True)) == 2
 
@@ -202,7 +202,7 @@ def test_nobody_gives_way_to_one_whose_tiles_may_not_come():
     node.host(3, age=9)
     node.ask("older", 5, 10, max_tokens=20)
     stand(node)
-    node.logic.hosted(node.num_asked)
+    node.worker.hosted(node.num_asked)
     younger = node.ask("younger", 7, 12, max_tokens=2)
     node.compute()
     while node.now < 2 * HOLD_S:

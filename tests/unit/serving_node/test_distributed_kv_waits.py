@@ -178,7 +178,7 @@ def test_a_grant_of_which_nothing_has_come_gives_way_at_once(has_begun, waits_s)
     granted = [node.await_prompt(str(age), age, num_tokens=11) for age in (5, 6)]
     assert [each.state for each in granted] == [RequestState.RECEIVING_KV] * 2
     for each in granted * has_begun:
-        node.logic.coming(each.request.epoch)
+        node.worker.coming(each.request.epoch)
     assert not node.asked()
     while not any(each.is_revoked for each in granted):
         assert not node.compute()
@@ -186,8 +186,8 @@ def test_a_grant_of_which_nothing_has_come_gives_way_at_once(has_begun, waits_s)
         node.asked()
     assert [each.is_revoked for each in granted] == [False, True]  # no more than a tile takes
     assert waits_s <= node.now < waits_s + 3 * RETRY_S
-    node.logic.received(granted[1].request.epoch, TransferFailed("TRANSFER_FAILED", "revoked"), node.now)
-    node.take()
+    node.worker.received(granted[1].request.epoch, TransferFailed("TRANSFER_FAILED", "revoked"))
+    node.check()
     assert len(node.asked()) == 4
     assert granted[1].state is RequestState.WAITING_FOR_BLOCKS
 

@@ -29,7 +29,7 @@ def follow(node):
         return False
     node.kv.verify(works)
     node.now += STEP_S
-    node.logic.step_done(works, given, STEP_S, node.now, goes_on=True)
+    node.worker.step_done(works, given, STEP_S, goes_on=True)
     node.works = planned
     node.settle()
     node.sampled = node.kv.step(planned, [work.request for work in planned])
@@ -92,7 +92,7 @@ def test_an_answer_that_is_cancelled_when_the_next_step_has_begun_ends_behind_th
     assert not node.logic.ends_any(works, given)
     node.cancel(cancelled)  # too late for the step behind
     node.now += STEP_S
-    node.logic.step_done(works, given, STEP_S, node.now, goes_on=True)
+    node.worker.step_done(works, given, STEP_S, goes_on=True)
     assert len(node.logic.node_requests) == 3, "its blocks are in use"
     node.works = planned
     node.settle()

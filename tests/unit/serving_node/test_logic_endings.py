@@ -316,9 +316,9 @@ def test_a_command_of_a_later_version_is_answered_as_failed():
     attempt = fleet_pb2.NodeCommand(attempt=fleet_pb2.Attempt(request_id="a", epoch=4))
     later = attempt.SerializeToString() + bytes([15 << 3 | 2, 0])
     node = Node()
-    node.logic.handle(fleet_pb2.NodeCommand.FromString(later), 0.0)
-    (decision,) = node.logic.take_decisions()
-    assert decision.event["failed"].attempt.request_id == "a"
+    node.worker.handle(fleet_pb2.NodeCommand.FromString(later))
+    (event,) = node.events
+    assert event.failed.attempt.request_id == "a"
 
 
 # ---- time ----

@@ -26,7 +26,7 @@ def shape_of(prompt_tokens, slots, takes_handovers):
 def test_a_new_shape_is_told_at_once():
     node = Node(budget=8, slots=3, role="prefill")
     node.reshape(0, 2, takes_handovers=True)
-    assert node.num_beats == 1
+    assert node.num_heartbeats == 1
     assert (node.load.role, node.load.shape) == ("decode", shape_of(0, 2, True))
 
 
@@ -44,7 +44,7 @@ def test_its_home_is_what_it_was_before_it_was_lent():
 def test_a_shape_that_it_cannot_take_is_answered_and_the_old_one_told_again(prompt_tokens, slots):
     node = Node(budget=8, slots=3, role="prefill")
     node.reshape(prompt_tokens, slots)
-    assert node.num_beats == 1
+    assert node.num_heartbeats == 1
     (failed,) = [event.failed for event in node.events if event.HasField("failed")]
     assert failed.reason == "BAD_PARAM"
     assert node.load.shape == shape_of(8, 0, False)

@@ -57,17 +57,17 @@ def send(node, reader):
 def carry(node, reader):
     """The lent blocks arrive, and both hear of it."""
     received = send(node, reader)
-    reader.logic.received(EPOCH, received, reader.now)
-    reader.settle()
-    node.logic.sent(EPOCH, Sent(received.num_bytes), node.now)
-    node.settle()
+    reader.worker.received(EPOCH, received)
+    reader.check()
+    node.worker.sent(EPOCH, Sent(received.num_bytes))
+    node.check()
 
 
 def fails(node, message="lost on the way"):
     """What was under way to the node that borrows has ended."""
     del node.prefix_fetch_begun[EPOCH]
-    node.logic.received(EPOCH, TransferFailed("TRANSFER_FAILED", message), node.now)
-    node.settle()
+    node.worker.received(EPOCH, TransferFailed("TRANSFER_FAILED", message))
+    node.check()
 
 
 def read_out(reader):
@@ -205,8 +205,8 @@ def test_what_comes_after_patience_is_over_is_for_others_and_takes_nothing_from_
     assert reader.step() == [("next", 0, len(NEXT))]
     (node_request,) = reader.logic.node_requests
     held = list(node_request.names.names), list(node_request.names.numerics_ids)
-    reader.logic.received(EPOCH, received, reader.now)
-    reader.settle()
+    reader.worker.received(EPOCH, received)
+    reader.check()
     assert (node_request.names.names, node_request.names.numerics_ids) == held != ([], [])
     assert read_out(reader) == []
 
@@ -218,8 +218,8 @@ def test_a_tail_that_tells_of_more_than_came_is_not_believed():
     for tail, num_bytes in ((send_prefix.tail, 5 * BLOCK_BYTES), (b"\xff", 600)):
         reader.prefix_fetch_begun.pop(EPOCH, None)
         if ("remote prefix fetch", EPOCH) in [holder for holder, _ in reader.logic.leases]:
-            reader.logic.received(EPOCH, Received(tail, num_bytes), reader.now)
-            reader.settle()
+            reader.worker.received(EPOCH, Received(tail, num_bytes))
+            reader.check()
     assert reader.event("next", "prefix_fetch_ended").num_blocks == 0
     assert read_out(reader) == [("next", 0, len(NEXT))]
 
@@ -409,8 +409,8 @@ def test_a_coordinator_that_is_gone_ends_prefix_fetches():
     assert reader.cancelled == node.cancelled == [EPOCH]
     fails(reader)
     del node.sending[EPOCH]
-    node.logic.sent(EPOCH, TransferFailed("TRANSFER_FAILED", "cancelled"), node.now)
-    node.settle()
+    node.worker.sent(EPOCH, TransferFailed("TRANSFER_FAILED", "cancelled"))
+    node.check()
     node.check_empty()
     assert reader.num_free == reader.allocator.num_blocks
 

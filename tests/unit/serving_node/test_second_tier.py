@@ -134,7 +134,7 @@ def test_what_takes_too_long_is_computed():
     assert node.logic.wake_at_s == node.now + LOAD_DEADLINE_S
     node.tick(node.now + LOAD_DEADLINE_S)
     assert not node.loads
-    node.logic.loaded(load_id, 4, node.now)  # too late
+    node.worker.loaded(load_id, 4)  # too late
     assert node.step() == [("c", 0, 20)]
     node.steps()
     assert node.tokens("c") == answer_of(first, 4)
@@ -147,8 +147,8 @@ def test_only_what_is_read_faster_than_computed(token_s, num_loads):
     """Four blocks are 16 tokens, and take 0.04 s to be read."""
     tier = OffloadPlan(num_disk=16, disk_s=0.01)
     node = Node(num_blocks=6, tier=tier, costs=StepCosts(1 / token_s))
-    node.logic.step_done = lambda works, tokens, step_s, now: type(node.logic).step_done(
-        node.logic, works, tokens, 0.0, now
+    node.worker.step_done = lambda works, tokens, step_s: type(node.worker).step_done(
+        node.worker, works, tokens, 0.0
     )  # steps of which nothing is learnt
     ask(node, "a", prompt_of(20))
     ask(node, "b", prompt_of(20, first=1))

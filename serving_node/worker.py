@@ -1,0 +1,205 @@
+"""Drive the logic of one node: commands, ends of steps and transfers, and the time go in; decisions go out over ports.
+
+The only interpreter of decisions. A node process, a simulated node and the tests give it other ports, and the logic
+cannot tell them apart. Synchronous: a port may call the worker back while it carries a decision out.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kv_transfer.distributed_kv.wire import Asker
+from kv_transfer.results import Received, Sent, TransferFailed
+from protos import fleet_pb2, inference_pb2
+from serving_core.errors import RequestError
+from serving_core.node.requests import NodeRequest
+from serving_core.requests import Guide, SampledToken, Work
+from serving_node.decisions import (
+    Beat,
+    CancelLoad,
+    CloseRemoteKV,
+    Decision,
+    Load,
+    OpenRemoteKV,
+    RecallRemoteKV,
+    Spill,
+    Tell,
+)
+from serving_node.distributed_kv.source import Opened
+from serving_node.logic import NodeLogic
+
+
+class Link(Protocol):
+    """Define the way to the coordinator."""
+
+    def send(self, **event: Any) -> None:
+        """Send one event, by the name of its field in fleet_pb2.NodeEvent."""
+
+
+class Engine(Protocol):
+    """Define what runs the steps: plans one by `Worker.plan`, and reports its end by `step_done` or `step_failed`."""
+
+    @property
+    def step_age_s(self) -> float:
+        """Return the age of the running step; 0 when idle."""
+        ...
+
+    def measured_load(self) -> inference_pb2.NodeLoad:
+        """Return the part of the node's load that the logic does not know."""
+        ...
+
+    def wake(self) -> None:
+        """Plan a step soon, unless one runs: there may be more to compute."""
+
+
+class Port(Protocol):
+    """Define what carries out decisions of some kinds; it reports as each decision says."""
+
+    def carry_out(self, decision: Any) -> None: ...
+
+
+class Clock(Protocol):
+    """Define the time."""
+
+    def time(self) -> float:
+        """Return the seconds since some moment."""
+        ...
+
+    def wake_at(self, moment_s: float | None) -> None:
+        """Have `Worker.tick` called at this moment, and not at one that was asked for before."""
+
+
+class Worker:
+    """Take all that happens to one node, and carry out what its logic decides."""
+
+    transfers: Port
+    """For KV transfers. Set, as the other ports are, before anything happens: ports report to the worker."""
+    engine: Engine
+    offload: Port | None = None
+    remote_kvs: Port | None = None
+
+    def __init__(self, logic: NodeLogic, link: Link, clock: Clock) -> None:
+        self.logic = logic
+        self._link = link
+        self._clock = clock
+        self._is_carrying_out = False
+
+    # ---- the coordinator ----
+
+    def heartbeat(self) -> fleet_pb2.Heartbeat:
+        """Return the node's load, and report the changes of its prefix cache."""
+        load = self.engine.measured_load()
+        self.logic.describe(load)
+        self.carry_out()
+        return fleet_pb2.Heartbeat(load=load, step_age_s=self.engine.step_age_s)
+
+    def handle(self, command: fleet_pb2.NodeCommand, guide: Guide | None = None) -> None:
+        """Carry out a command. `guide` is the compiled grammar of a request that has one."""
+        self.logic.handle(command, self._clock.time(), guide)
+        self.carry_out()
+
+    def refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
+        self.logic.refuse(attempt, error)
+        self.carry_out()
+
+    def detached(self) -> None:
+        """End every request: the coordinator is gone."""
+        self.logic.detached()
+        self.carry_out()
+
+    # ---- steps; the caller carries out what they decide ----
+
+    def plan(self) -> list[Work]:
+        """Return the next step; empty if there is nothing to compute."""
+        return self.logic.plan(self._clock.time())
+
+    def step_done(
+        self, works: Sequence[Work], tokens: Sequence[SampledToken], step_s: float, *, goes_on: bool = False
+    ) -> None:
+        self.logic.step_done(works, tokens, step_s, self._clock.time(), goes_on=goes_on)
+
+    def step_failed(self, works: Sequence[Work], cause: str) -> None:
+        self.logic.step_failed(works, cause, self._clock.time())
+
+    # ---- KV transfers ----
+
+    def granted(self, epoch: int, descriptor: bytes) -> None:
+        self.logic.granted(epoch, descriptor)
+        self.carry_out()
+
+    def coming(self, epoch: int) -> None:
+        self.logic.coming(epoch)
+
+    def received(self, epoch: int, result: Received | TransferFailed) -> None:
+        self.logic.received(epoch, result, self._clock.time())
+        self.carry_out()
+
+    def caught_up(self, epoch: int) -> None:
+        self.logic.caught_up(epoch)
+        self.carry_out()
+
+    def sent(self, epoch: int, result: Sent | TransferFailed) -> None:
+        self.logic.sent(epoch, result, self._clock.time())
+        self.carry_out()
+
+    # ---- KV offload ----
+
+    def loaded(self, load_id: int, num_good: int) -> None:
+        self.logic.loaded(load_id, num_good, self._clock.time())
+        self.carry_out()
+
+    # ---- distributed KV ----
+
+    def opened(self, node_request: NodeRequest, remote_kv: Opened | None) -> None:
+        self.logic.opened(node_request, remote_kv, self._clock.time())
+        self.carry_out()
+
+    def host(self, number: int, most_tiles: int, asker: Asker) -> list[int]:
+        """Lease blocks to another node. Evicted contents are copied to KV offload before the other node writes."""
+        block_ids = self.logic.host(number, most_tiles, asker, self._clock.time())
+        self.carry_out()
+        return block_ids
+
+    def hosted(self, number: int) -> None:
+        self.logic.hosted(number)
+        self.carry_out()
+
+    # ---- time ----
+
+    def tick(self) -> None:
+        """End the waits whose deadline has passed."""
+        self.logic.tick(self._clock.time())
+        self.carry_out()
+
+    # ---- decisions ----
+
+    def carry_out(self, *, wakes: bool = True) -> None:
+        """Carry out all decisions, and the decisions that follow from them, in order. Wake the engine if asked."""
+        if self._is_carrying_out:
+            if wakes:
+                self.engine.wake()  # a decision had a result at once
+            return
+        self._is_carrying_out = True
+        try:
+            while decisions := self.logic.take_decisions():
+                for decision in decisions:
+                    self._do(decision)
+        finally:
+            self._is_carrying_out = False
+        if wakes:
+            self.engine.wake()
+        self._clock.wake_at(self.logic.wake_at_s)
+
+    def _do(self, decision: Decision) -> None:
+        match decision:
+            case Tell(event=event):
+                self._link.send(**event)
+            case Beat():
+                self._link.send(heartbeat=self.heartbeat())
+            case Spill() | Load() | CancelLoad():
+                assert self.offload is not None, "a node without KV offload"
+                self.offload.carry_out(decision)
+            case OpenRemoteKV() | RecallRemoteKV() | CloseRemoteKV():
+                assert self.remote_kvs is not None, "a node without tiles"
+                self.remote_kvs.carry_out(decision)
+            case _:
+                self.transfers.carry_out(decision)
