@@ -20,7 +20,6 @@ from serving_core.node.requests import (
     RequestState,
     Waiting,
 )
-from serving_core.requests import Guide
 
 
 class Arrivals:
@@ -43,16 +42,12 @@ class Arrivals:
         self._block_size = block_size
         self._holds_remote_kv = holds_remote_kv
 
-    def take_in(
-        self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None, guide: Guide | None = None
-    ) -> None:
+    def take_in(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None) -> NodeRequest:
         """Add a request, for prefill for another node or, with `reserve`, for decode here.
 
         Raises RequestError, and then the request is not added.
         """
         request = convert.request_from_wire(job)
-        assert guide is not None or not job.grammar, "an answer that would not keep to its grammar"
-        request.guide = guide
         is_prefilled_here = reserve is None or reserve.local_prefill
         if request.adapter and adapter_key(request.adapter) not in self._fingerprint:
             raise RequestError(reasons.MODEL_NOT_FOUND, f"no node has an adapter {request.adapter!r} any more")
@@ -80,6 +75,7 @@ class Arrivals:
             distributed=Distributed(hosts) if hosts else None,
         )
         self._node_requests.add(node_request)
+        return node_request
 
 
 def _offer(job: fleet_pb2.Job) -> Offer | None:

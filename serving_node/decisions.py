@@ -6,6 +6,7 @@ from typing import Any
 
 from serving_core.node.requests import NodeRequest, Offer
 from serving_core.node.tiers import Copies
+from serving_core.requests import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,14 @@ class Tell:
 @dataclass(frozen=True, slots=True)
 class Beat:
     """Send a heartbeat at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileGrammar:
+    """Compile the grammar of a request, and report `compiled`. Requests of one asker wait for each other."""
+
+    request: Request
+    asker: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +131,7 @@ class CloseRemoteKV:
 Decision = (
     Tell
     | Beat
+    | CompileGrammar
     | Receive
     | Send
     | SendMore

@@ -23,10 +23,10 @@ from serving_core.node.costs import StepCosts, StepLoad, StepRates
 from serving_core.node.leases import Leases
 from serving_core.node.requests import Key, NodeRequest, NodeRequests, RequestState
 from serving_core.node.tiers import TierIndex
-from serving_core.requests import Guide, SampledToken, Work, would_end
+from serving_core.requests import Guide, Request, SampledToken, Work, would_end
 from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.arrivals import Arrivals
-from serving_node.decisions import Beat, Decision
+from serving_node.decisions import Beat, CompileGrammar, Decision
 from serving_node.distributed_kv.source import DistributedKV, Opened
 from serving_node.kv_offload import NO_OFFLOAD, KVOffload, OffloadPlan
 from serving_node.outputs import Answers, CacheReport, Endings, StepCounts
@@ -245,16 +245,13 @@ class NodeLogic:
         for source in self._sources:
             source.detached()
 
-    def handle(self, command: fleet_pb2.NodeCommand, now: float, guide: Guide | None = None) -> None:
-        """Carry out a command of the coordinator.
-
-        Unknown commands are reported as failed. `guide` is the compiled grammar of a job that has a grammar.
-        """
+    def handle(self, command: fleet_pb2.NodeCommand, now: float) -> None:
+        """Carry out a command of the coordinator. Unknown commands are reported as failed."""
         match command.WhichOneof("command"):
             case "prefill":
-                self._take_in(command.prefill.job, now, guide=guide)
+                self._take_in(command.prefill.job, now)
             case "reserve":
-                self._take_in(command.reserve.job, now, command.reserve, guide)
+                self._take_in(command.reserve.job, now, command.reserve)
             case "deliver":
                 self._outgoing.deliver(command.deliver)
             case "migrate":
@@ -291,18 +288,26 @@ class NodeLogic:
         self._shape = shape
         self._admission.num_slots = shape.slots or self._limits.max_num_seqs
 
-    def _take_in(
-        self,
-        job: fleet_pb2.Job,
-        now: float,
-        reserve: fleet_pb2.Reserve | None = None,
-        guide: Guide | None = None,
-    ) -> None:
+    def _take_in(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None) -> None:
         try:
             self._knows_limits |= job.HasField("due")
-            self._arrivals.take_in(job, now, reserve, guide)
+            node_request = self._arrivals.take_in(job, now, reserve)
         except RequestError as error:
             self.refuse(job.attempt, error)
+        else:
+            if node_request.is_compiling:
+                self._endings.decide(CompileGrammar(node_request.request, job.asker))
+
+    def compiled(self, request: Request, result: Guide | RequestError) -> None:
+        """Record the end of a `CompileGrammar`; a request that has ended meanwhile is ignored."""
+        node_request = self._node_requests.find(request)
+        if node_request is None:
+            return
+        if isinstance(result, RequestError):
+            self._endings.fail(node_request, result.reason, str(result))
+        else:
+            request.guide = result
+        self._grant()
 
     def _begun(self, attempt: fleet_pb2.Attempt, now: float) -> None:
         """Note that another node has reported the first token of a request that decodes here."""
@@ -393,10 +398,12 @@ class NodeLogic:
         return self.speculation.extend(works)
 
     def _must_wait(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
-        """Return whether a prompt waits for blocks from a source: KV offload first, then a remote prefix fetch.
+        """Return whether a prompt waits for its grammar, or for blocks from KV offload or from another node.
 
         Requests with distributed KV have no block hashes to look up.
         """
+        if node_request.is_compiling:
+            return True
         if node_request.distributed is not None:
             return False
         return any(source.must_wait(node_request, num_spare, now) for source in self._sources)

@@ -90,7 +90,9 @@ class Room:
             return
         leaves_enough = self.reserve.gate(self._credit.num_to_hold)
         for node_request in sorted(self._node_requests.in_state(RequestState.WAITING_FOR_BLOCKS), key=credit_order):
-            if node_request.is_ending or self.is_behind(node_request.age) or not leaves_enough(node_request):
+            if node_request.is_ending or node_request.is_compiling:
+                continue
+            if self.is_behind(node_request.age) or not leaves_enough(node_request):
                 continue
             num_promised, num_promised_slots = self._promised_before(node_request)
             has_slot = self.num_running() + num_promised_slots + len(self._sharers) < self.num_slots
@@ -322,8 +324,8 @@ def _lets_go_soon(node_request: NodeRequest) -> bool:
         return True  # the coordinator decides soon whether it goes or stays
     if node_request.is_moving:
         return True
-    if node_request.is_loading:
-        return True  # its blocks arrive, or it starts without them
+    if node_request.is_loading or node_request.is_compiling:
+        return True  # its blocks or its grammar arrive, or it starts or ends without them
     return (
         node_request.is_revoked
         or node_request.is_ending

@@ -26,10 +26,10 @@ from serving_core.process.failpoints import reach
 from serving_core.process.memory import resident_bytes
 from serving_core.shapes import preset
 from serving_core.tasks import first_to_end
-from serving_node.compiling import Compiling
 from serving_node.distributed_kv.ends import RemoteKVEnds, tile_tokens
 from serving_node.distributed_kv.holder import most_hosted_tokens
 from serving_node.drafting import draft_model_of
+from serving_node.grammar_compiler import GrammarCompiler
 from serving_node.grants import Grants
 from serving_node.kv_offload import NO_OFFLOAD, OffloadPlan
 from serving_node.logic import Limits, NodeLogic
@@ -120,7 +120,7 @@ class NodeRunner:
         if limits.tile_tokens:
             self._remote_kvs = RemoteKVEnds(settings, engine, worker.host, worker.hosted, worker.opened)
         worker.remote_kvs = self._remote_kvs
-        self._compiling = Compiling(engine.grammars, worker.handle, worker.refuse)
+        worker.grammars = self._compiler = GrammarCompiler(engine.grammars, worker.compiled)
         worker.engine = self
         self._stepping = Stepping(
             engine, worker, self._transfers, followers, drafter, stuck_exit_s=settings.stuck_exit_s
@@ -178,11 +178,9 @@ class NodeRunner:
 
     def handle(self, command: fleet_pb2.NodeCommand) -> None:
         self._transfers.admit([*command.reserve.sender_keys, *_job_of(command).fetch_prefix.sender_keys])
-        self._compiling.take(command)
-        self._note_idle()
+        self._worker.handle(command)
 
     def detached(self) -> None:
-        self._compiling.forget()
         self._worker.detached()
 
     async def stuck(self) -> str:
@@ -218,7 +216,10 @@ class NodeRunner:
         return time.monotonic()
 
     def wake_at(self, moment_s: float | None) -> None:
-        self._note_idle()
+        if self._logic.is_idle:
+            self._idle.set()
+        else:
+            self._idle.clear()
         if self._alarm is not None:
             loop = asyncio.get_running_loop()
             # Subtract first: a sum that is rounded down would fire again and again at the same time.
@@ -295,12 +296,6 @@ class NodeRunner:
         """Return when no request is left."""
         await self._idle.wait()
 
-    def _note_idle(self) -> None:
-        if self._logic.is_idle and self._compiling.is_idle:
-            self._idle.set()
-        else:
-            self._idle.clear()
-
     async def run(self) -> None:
         """Run steps until cancelled."""
         self._alarm = Alarm(self._worker.tick)
@@ -319,7 +314,7 @@ class NodeRunner:
             await self._idle.wait()
             await asyncio.sleep(QUIET_S)
             is_quiet = self._idle.is_set()
-        self._compiling.warm_up()
+        self._compiler.warm_up()
 
     async def close(self) -> None:
         """Close both ends of distributed KV."""

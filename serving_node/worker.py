@@ -12,11 +12,12 @@ from kv_transfer.results import Received, Sent, TransferFailed
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.node.requests import NodeRequest
-from serving_core.requests import Guide, SampledToken, Work
+from serving_core.requests import Guide, Request, SampledToken, Work
 from serving_node.decisions import (
     Beat,
     CancelLoad,
     CloseRemoteKV,
+    CompileGrammar,
     Decision,
     Load,
     OpenRemoteKV,
@@ -74,6 +75,7 @@ class Worker:
     transfers: Port
     """For KV transfers. Set, as the other ports are, before anything happens: ports report to the worker."""
     engine: Engine
+    grammars: Port | None = None
     offload: Port | None = None
     remote_kvs: Port | None = None
 
@@ -92,13 +94,8 @@ class Worker:
         self.carry_out()
         return fleet_pb2.Heartbeat(load=load, step_age_s=self.engine.step_age_s)
 
-    def handle(self, command: fleet_pb2.NodeCommand, guide: Guide | None = None) -> None:
-        """Carry out a command. `guide` is the compiled grammar of a request that has one."""
-        self.logic.handle(command, self._clock.time(), guide)
-        self.carry_out()
-
-    def refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
-        self.logic.refuse(attempt, error)
+    def handle(self, command: fleet_pb2.NodeCommand) -> None:
+        self.logic.handle(command, self._clock.time())
         self.carry_out()
 
     def detached(self) -> None:
@@ -119,6 +116,12 @@ class Worker:
 
     def step_failed(self, works: Sequence[Work], cause: str) -> None:
         self.logic.step_failed(works, cause, self._clock.time())
+
+    # ---- grammars ----
+
+    def compiled(self, request: Request, result: Guide | RequestError) -> None:
+        self.logic.compiled(request, result)
+        self.carry_out()
 
     # ---- KV transfers ----
 
@@ -195,6 +198,9 @@ class Worker:
                 self._link.send(**event)
             case Beat():
                 self._link.send(heartbeat=self.heartbeat())
+            case CompileGrammar():
+                assert self.grammars is not None, "a node without grammars"
+                self.grammars.carry_out(decision)
             case Spill() | Load() | CancelLoad():
                 assert self.offload is not None, "a node without KV offload"
                 self.offload.carry_out(decision)

@@ -221,6 +221,11 @@ class NodeRequest:
         return self.waiting is not None and self.waiting.is_loading
 
     @property
+    def is_compiling(self) -> bool:
+        """Return whether the request waits for its grammar to be compiled."""
+        return bool(self.request.sampling.grammar) and self.request.guide is None
+
+    @property
     def is_sending(self) -> bool:
         """Return whether a rank may read the blocks for another node."""
         return self.outgoing is not None and self.outgoing.is_sending

@@ -44,8 +44,9 @@ def read(engine, prompts, samplings, *, num_blocks, drafter=None):
     for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         request = Request(str(index), index + 1, list(prompt), len(prompt), sampling)
         job = convert.job_to_wire(request, request.epoch)
-        guide = engine.grammars.guide(sampling.grammar) if sampling.grammar else None
-        logic.handle(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=job, local_prefill=True)), 0.0, guide)
+        logic.handle(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=job, local_prefill=True)), 0.0)
+        if sampling.grammar:
+            logic.compiled(logic.node_requests.find(request).request, engine.grammars.guide(sampling.grammar))
     given = {str(index): [] for index in range(len(prompts))}
     while works := logic.plan(0.0):
         tokens = engine.step(works)

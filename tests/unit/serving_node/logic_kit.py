@@ -19,6 +19,7 @@ from serving_core.shapes import preset
 from serving_node.decisions import (
     CancelLoad,
     CancelTransfer,
+    CompileGrammar,
     FetchPrefix,
     FinishSend,
     Load,
@@ -137,7 +138,8 @@ class Node(Ports):
             tier=tier,
         )
         self.worker = worker = Worker(self.logic, self, self)
-        worker.engine = worker.transfers = worker.offload = self
+        worker.engine = worker.transfers = worker.grammars = worker.offload = self
+        self.compiling = []  # requests whose grammar is compiled
         self.tier_kv = {}  # what each slot of the second tier holds
         self.tier_names = {}  # by slot: what the pool called what was copied there
         self.tells_lost = True  # of what could not be copied
@@ -310,6 +312,11 @@ class Node(Ports):
             assert len(shares) <= most, "it computes without end"
         return shares
 
+    def compiled(self, result):
+        """The grammar of the first request that waits for one is compiled, or refused."""
+        self.worker.compiled(self.compiling.pop(0), result)
+        self.check()
+
     # ---- transfers ----
 
     def grant(self, request):
@@ -422,7 +429,7 @@ class Node(Ports):
     def num_free(self):
         return self.allocator.num_free
 
-    # ---- the worker's other ports: link, transfers and KV offload ----
+    # ---- the worker's other ports: link, transfers, grammars and KV offload ----
 
     def send(self, **event):
         if "heartbeat" in event:
@@ -455,6 +462,8 @@ class Node(Ports):
                 self._open_to_lender(offer.epoch, decision)
             case CancelTransfer(epoch=epoch):
                 self.cancelled.append(epoch)
+            case CompileGrammar(request=request):
+                self.compiling.append(request)
             case Spill() | Load() | CancelLoad():
                 self._do_in_tier(decision)
 

@@ -87,7 +87,7 @@ def test_prompts_are_held_back_but_never_starved(monkeypatch):
     found, _, prompt = one_beside(0.016, num_tokens=8000, num_prompt_tokens=200)
     chunks_s = len(found) * WEIGHTS[3] + 200 * WEIGHTS[4]
     waited_s = prompt.times_s[0] - prompt.at_s
-    assert chunks_s / waited_s == pytest.approx(slack.FLOOR, rel=0.1)
+    assert chunks_s / waited_s == pytest.approx(slack.PROMPT_TIME_SHARE, rel=0.1)
 
 
 def test_one_that_would_catch_up_is_let():
@@ -111,7 +111,7 @@ def check_step(step):
 
 
 def exact_schedule(seed, monkeypatch):
-    monkeypatch.setattr(slack, "FLOOR", 0.0)
+    monkeypatch.setattr(slack, "PROMPT_TIME_SHARE", 0.0)
     random = Random(seed)
     node = clocked()
 
@@ -124,7 +124,7 @@ def exact_schedule(seed, monkeypatch):
 
 
 def kept_schedule(seed, monkeypatch):
-    monkeypatch.setattr(slack, "FLOOR", 0.0)
+    monkeypatch.setattr(slack, "PROMPT_TIME_SHARE", 0.0)
     random = Random(seed)
     node = clocked()
     for _ in node.run(some_load(random, lambda: random.uniform(1.001, 3.0) * SLOWEST_S)):

@@ -120,7 +120,7 @@ def compare_deadlines(world):
                 yield "begun"
                 if request.attempt.first_index:
                     yield "again"
-                if request.num_moves:
+                if request.num_migrations:
                     yield "after a move"
 
 
