@@ -30,7 +30,7 @@ from coordinator.control.instructions import NUM_EPOCHS
 from coordinator.control.load import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import MAX_FIRST_SESSION, Registry
-from coordinator.control.placement.policies import POLICIES
+from coordinator.control.placement.policy import POLICIES
 from coordinator.control.request_log import Journal
 from coordinator.control.roles import Roles
 from coordinator.control.scheduler import Scheduler

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from coordinator.control.placement.policies import AUTO as AUTO_POLICY
-from coordinator.control.placement.policies import POLICIES
+from coordinator.control.placement.policy import AUTO as AUTO_POLICY
+from coordinator.control.placement.policy import POLICIES
 from coordinator.control.prefix_fetch import AUTO as FETCH_AUTO
 from coordinator.control.prefix_fetch import PREFIX_FETCHES
 from coordinator.control.roles import AUTO, FIXED

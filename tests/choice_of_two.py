@@ -11,7 +11,7 @@ from typing import Final
 
 import click
 
-from coordinator.control.placement.policies import AUTO, POLICIES
+from coordinator.control.placement.policy import AUTO, POLICIES
 from serving_core.errors import RequestError
 from splitserve_bench.simulate.fleet import FleetSize
 from tests.unit.splitserve_bench.goodput_kit import attainment

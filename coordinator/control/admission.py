@@ -32,8 +32,8 @@ from typing import Final, NamedTuple
 
 from coordinator.control.instructions import with_expectation
 from coordinator.control.load import Ledger, RateEstimator
-from coordinator.control.placement.lateness import step_s
 from coordinator.control.placement.policy import Placed
+from coordinator.control.placement.slo_forecast import step_s
 from coordinator.control.request import Request, State
 from coordinator.control.slo import Expectation
 from serving_core import reasons

@@ -266,7 +266,7 @@ class _Part:
 
     tokens_to_compute: int = 0
     tokens_held: int = 0
-    is_written: bool = False
+    is_decoded: bool = False
     is_to_come: bool = False
     tokens_outgoing: int = 0
     read: Sequence[int] = ()  # hashes of the prompt that it prefills, or has prefilled and holds
@@ -276,7 +276,7 @@ class _Part:
 class LimitedPart(NamedTuple):
     """Describe the part of a node in a request with an SLO.
 
-    `num_to_compute` tokens of the prompt are to be prefilled here. `is_written`: the sequence is decoded here and holds
+    `num_to_compute` tokens of the prompt are to be prefilled here. `is_decoded`: the sequence is decoded here and holds
     `tokens_held` tokens of the pool, with the hashes `held`. `num_output` tokens have come, and `num_left` more are
     expected, at least 1. `is_to_come`: it has no token yet, and another node prefills it. `prefill node` is the node
     that still has to prefill the prompt."""
@@ -284,7 +284,7 @@ class LimitedPart(NamedTuple):
     num_to_compute: int
     tokens_held: int
     held: Sequence[int]
-    is_written: bool
+    is_decoded: bool
     due: Due
     num_output: int
     num_left: int
@@ -385,7 +385,7 @@ class Ledger:
     def running(self) -> Running:
         """Count the running sequences. The cost grows with the number of requests."""
         begun = [pair for each in self._requests.values() if each.has_first_token for pair in each.parts.items()]
-        pairs = [(node, part) for node, part in begun if part.is_written]
+        pairs = [(node, part) for node, part in begun if part.is_decoded]
         num_tokens = sum(part.tokens_held for _, part in pairs)
         return Running(len(pairs), num_tokens, num_tokens - self._tokens_repeated(pairs))
 
@@ -414,7 +414,7 @@ class Ledger:
                 part.tokens_to_compute,
                 part.tokens_held,
                 part.held,
-                part.is_written,
+                part.is_decoded,
                 request.due,
                 request.num_output,
                 request.num_left,
@@ -431,7 +431,7 @@ class Ledger:
             self._counted_s = now
             self._uncounted = set(self._limited)
         for node in self._uncounted:
-            written = [each.num_left for each in self._limited.get(node, {}).values() if each.parts[node].is_written]
+            written = [each.num_left for each in self._limited.get(node, {}).values() if each.parts[node].is_decoded]
             if written:
                 self._most_left[node] = max(written)
             else:
@@ -468,7 +468,7 @@ class Ledger:
         part = self._take(request_id, node)
         self._hold(node, part, hashes)
         has_first_token = self._requests[request_id].has_first_token
-        part.tokens_held, part.tokens_outgoing, part.is_written = num_tokens, 0, True
+        part.tokens_held, part.tokens_outgoing, part.is_decoded = num_tokens, 0, True
         part.is_to_come = not part.tokens_to_compute and not has_first_token
         self._put(request_id, node, part)
 
@@ -484,11 +484,11 @@ class Ledger:
         request.has_first_token = True
         if request.due is not None and request.due.began_s is None:
             request.due.began_s = now
-        written = next((part for part in request.parts.values() if part.is_written), _Part())
+        written = next((part for part in request.parts.values() if part.is_decoded), _Part())
         for node in list(request.parts):
             part = self._take(request_id, node)
             part.tokens_to_compute, part.is_to_come = 0, False
-            if not part.is_written:
+            if not part.is_decoded:
                 part.tokens_outgoing = written.tokens_held
                 self._hold(node, part, written.held)
             self._put(request_id, node, part)
@@ -548,7 +548,7 @@ class Ledger:
 
     def _put(self, request_id: str, node: Node, part: _Part) -> None:
         account = self._accounts[node]
-        if part.tokens_to_compute or part.is_written or part.tokens_outgoing:
+        if part.tokens_to_compute or part.is_decoded or part.tokens_outgoing:
             self._requests[request_id].parts[node] = part
             self._note_limited(node, request_id)
             _count(account, part, 1)
@@ -593,7 +593,7 @@ def _change(hashes: dict[Node, HashCounts], node: Node, old: Sequence[int], new:
 def _count(account: Account, part: _Part, sign: int) -> None:
     account.tokens_to_compute += sign * part.tokens_to_compute
     account.tokens_held += sign * part.tokens_held
-    account.num_answers += sign * part.is_written
-    account.num_unread += sign * (part.is_written and part.tokens_to_compute > 0)
+    account.num_answers += sign * part.is_decoded
+    account.num_unread += sign * (part.is_decoded and part.tokens_to_compute > 0)
     account.num_to_come += sign * part.is_to_come
     account.tokens_outgoing += sign * part.tokens_outgoing

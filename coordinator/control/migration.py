@@ -20,8 +20,8 @@ A full node: where a prefilled prompt has waited for blocks for WAIT_S, the youn
 
 A late node: a request whose SLO on TPOT is shorter than a step of its node falls further behind with each token. Where
 its slack does not last until its end, it migrates to the node with most room on which it is in time and makes no other
-late. It goes to the node that placement spares for prompts to come (placement/lateness.py) only if fewer of those would
-be late than sequences are here. The request that is least behind goes first.
+late. It goes to the node that placement spares for prompts to come (placement/slo_forecast.py) only if fewer of those
+would be late than sequences are here. The request that is least behind goes first.
 
 From a full or late node one request migrates at a time, and no request twice within REST_S.
 """
@@ -44,8 +44,8 @@ from coordinator.control.instructions import (
 from coordinator.control.load import Arrivals, Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import PARTS, Node, does, fitting, has_path
-from coordinator.control.placement.lateness import Lateness, spared, step_s
-from coordinator.control.placement.policy import Wanted
+from coordinator.control.placement.costs import Wanted
+from coordinator.control.placement.slo_forecast import SloForecast, spared_node, step_s
 from coordinator.control.request import Migration, Request, State
 from protos import fleet_pb2
 from serving_core import reasons
@@ -349,7 +349,7 @@ def leaving_late(
     for source in nodes:
         if source in busy:
             continue
-        look = _Look(ledger, now, arrivals, spared(nodes, ledger, now))
+        look = _Look(ledger, now, arrivals, spared_node(nodes, ledger, now))
         late = look.late(requests, source)
         for request in late:
             free = [node for node in nodes if node is not source and node not in busy]
@@ -386,12 +386,12 @@ class _Look:
         assert due is not None
         num_output = len(request.output)
         wanted = Wanted(known, request.max_tokens, due=due, num_output=num_output, arrivals=self.arrivals)
-        lateness = Lateness(self.ledger, wanted, self.now)
+        forecast = SloForecast(self.ledger, wanted, self.now)
 
         def relieves(node: Node) -> bool:
-            then_s, there = step_s(node, self.ledger, num_more=1, num_more_cached=len(known)), lateness.on(node)
+            then_s, there = step_s(node, self.ledger, num_more=1, num_more_cached=len(known)), forecast.on(node)
             num_lost = there.num_lost() if node is self.spared else 0
-            return self._is_in_time(request, due, then_s) and there.writing(0.0) <= 0 and num_lost < num_late
+            return self._is_in_time(request, due, then_s) and there.late_by_decode(0.0) <= 0 and num_lost < num_late
 
         able = [node for node in free if relieves(node)]
         return roomiest(request, able, self.ledger)

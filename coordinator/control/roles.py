@@ -261,7 +261,7 @@ class PressureGauge:
         Return inf without SLOs, or where no sequence could attain them.
         """
         tpots_s = [
-            each.due.tpot_s for node in decode_nodes for each in self._ledger.limited_parts(node) if each.is_written
+            each.due.tpot_s for node in decode_nodes for each in self._ledger.limited_parts(node) if each.is_decoded
         ]
         limit_s = median([each for each in tpots_s if each < math.inf] or [math.inf])
         slots = [node.step_weights.num_answers_within(limit_s, num_cached) for node in decode_nodes]

@@ -63,10 +63,8 @@ from coordinator.control.migration import (
     prompts_to_restart,
 )
 from coordinator.control.nodes import DRAINED, Node, Registry, has_path
-from coordinator.control.placement.costs import TransferEstimator
-from coordinator.control.placement.no_choice import best_decode_node, best_prefill_node
-from coordinator.control.placement.policies import AUTO, POLICIES
-from coordinator.control.placement.policy import Placed, Policy, Wanted
+from coordinator.control.placement.costs import TransferEstimator, Wanted
+from coordinator.control.placement.policy import AUTO, POLICIES, Placed, Policy, best_decode_node, best_prefill_node
 from coordinator.control.prefix_fetch import NEVER, PrefixFetches
 from coordinator.control.request import (
     IN_MIGRATION,

@@ -12,7 +12,7 @@ from coordinator.control.instructions import Emit, End, Instruction, MigrationEn
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Node, Registry
-from coordinator.control.placement.policies import POLICIES
+from coordinator.control.placement.policy import POLICIES
 from coordinator.control.roles import Roles
 from coordinator.control.scheduler import Scheduler
 from coordinator.control.slo import Slo

@@ -7,7 +7,7 @@
     one      wait for credit + prefill
     others   sequences that the prefill node decodes meanwhile * tokens to compute there / its rate
     fetch    a remote prefix fetch, where it is measured to take less time than computing the tokens
-    again    AGAIN * the seconds for the tokens that another prefill node would not have to compute
+    again    RECOMPUTED_SHARE * the seconds for the tokens that another prefill node would not have to compute
 
 `others` is the cost to other requests: each sequence waits while the node computes the prompt. Counted are the
 sequences that the node decodes, those whose prompts it prefills before this one, and the share of the expected KV
@@ -24,16 +24,17 @@ tokens are compared.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
 from typing import Final, NamedTuple
 
-from coordinator.control.load import Ledger, Prompt
+from coordinator.control.load import NO_ARRIVALS, Arrivals, Ledger, Prompt
 from coordinator.control.nodes import Node
 from coordinator.control.prefix_fetch import NEVER, PrefixFetchEstimates, PrefixFetchEstimator
 from coordinator.control.request import Attempt, PrefixFetch
+from serving_core.slo import Due
 
 MAX_TRANSFERS: Final = 31
 MAX_TRANSFER_AGE_S: Final = 30.0
@@ -96,7 +97,34 @@ class _Samples:
         return median([seconds for _, seconds in self._samples]) if len(self._samples) >= MIN_TRANSFERS else 0.0
 
 
-AGAIN: Final = 0.2
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What an attempt asks for.
+
+    prompt, num_tokens   the tokens to prefill, and the most tokens of prompt and output together
+    avoid                nodes to choose last
+    due                  planned deadlines; None without an SLO
+    num_output           output tokens that have come before
+    num_left             output tokens expected; None: all that num_tokens leaves room for
+    arrivals             requests expected to arrive
+    num_ahead            deferred requests per decode node, which get the next running slots first
+    num_spare            running slots to leave free for requests that come back
+    tpot_margin          factor by which TPOT rarely exceeded the planned one
+    """
+
+    prompt: Prompt
+    num_tokens: int
+    avoid: Collection[Node] = ()
+    due: Due | None = None
+    num_output: int = 0
+    num_left: int | None = None
+    arrivals: Arrivals = NO_ARRIVALS
+    num_ahead: int = 0
+    num_spare: int = 0
+    tpot_margin: float = 1.0
+
+
+RECOMPUTED_SHARE: Final = 0.2
 
 
 class _PrefillCost(NamedTuple):
@@ -134,22 +162,22 @@ class Costs:
         self._not_held: dict[Node, int] = {}
         self._to_compute: dict[Node, int] = {}
         self._least_to_compute = min((self._tokens_to_compute(node) for node in prefill_nodes), default=0)
-        self._holder = self._find_holder(nodes)
-        self._readings: dict[Node, _PrefillCost] = {}
-        self._writings: dict[Node, _DecodeCost] = {}
+        self._source = self._find_source(nodes)
+        self._prefill_costs: dict[Node, _PrefillCost] = {}
+        self._decode_costs: dict[Node, _DecodeCost] = {}
 
     def seconds(self, prefill_node: Node, decode_node: Node) -> float:
-        reading, writing = self.reading(prefill_node), self.writing(decode_node)
+        prefill, decode = self.prefill(prefill_node), self.decode(decode_node)
         if prefill_node is decode_node:
-            return writing.credit_s + reading.own_s + reading.others_s
-        there_s = max(reading.own_s, writing.credit_s) + self._transfers.transfer_s
-        return max(there_s, writing.backlog_s) + reading.others_s
+            return decode.credit_s + prefill.own_s + prefill.others_s
+        there_s = max(prefill.own_s, decode.credit_s) + self._transfers.transfer_s
+        return max(there_s, decode.backlog_s) + prefill.others_s
 
-    def reading(self, node: Node) -> _PrefillCost:
+    def prefill(self, node: Node) -> _PrefillCost:
         """Return the cost of the prefill on a node. A half-computed queued prompt counts as a whole one."""
-        if node not in self._readings:
-            self._readings[node] = self._read(node)
-        return self._readings[node]
+        if node not in self._prefill_costs:
+            self._prefill_costs[node] = self._prefill_cost(node)
+        return self._prefill_costs[node]
 
     def queue_s(self, node: Node) -> float:
         """Return the seconds that the node needs for the prompt tokens it has yet to compute.
@@ -160,30 +188,32 @@ class Costs:
 
     def num_fetched(self, node: Node) -> int:
         """Return the tokens of the prompt that the node would fetch from another one; 0 for an unknown node."""
-        prefix_fetch = self.reading(node).prefix_fetch if node in self._rate and node.prefills else None
+        prefix_fetch = self.prefill(node).prefix_fetch if node in self._rate and node.prefills else None
         return 0 if prefix_fetch is None else prefix_fetch.num_fetched
 
-    def writing(self, node: Node) -> _DecodeCost:
+    def decode(self, node: Node) -> _DecodeCost:
         """Return the state of a decode node. It is full if the request would have to wait for credit."""
-        if node not in self._writings:
-            self._writings[node] = self._write(node)
-        return self._writings[node]
+        if node not in self._decode_costs:
+            self._decode_costs[node] = self._decode_cost(node)
+        return self._decode_costs[node]
 
-    def _read(self, node: Node) -> _PrefillCost:
+    def _prefill_cost(self, node: Node) -> _PrefillCost:
         num_own_tokens, prefix_fetch = self._tokens_to_compute(node), self._prefix_fetch(node)
-        loan_s = 0.0
+        fetch_s = 0.0
         if prefix_fetch is not None:
             num_own_tokens -= prefix_fetch.num_fetched
-            loan_s = self._transfers.prefix_fetches.seconds(
+            fetch_s = self._transfers.prefix_fetches.seconds(
                 (prefix_fetch.source.name, node.name), prefix_fetch.num_fetched
             )
         num_tokens = self._ledger.of(node).tokens_to_compute + num_own_tokens
-        own_s = loan_s + num_tokens / self._rate[node]
-        num_others = self._num_writing_within(node, own_s)
+        own_s = fetch_s + num_tokens / self._rate[node]
+        num_others = self._num_decoding_within(node, own_s)
         if num_others:
             own_s += ceil(num_tokens / node.usable.prompt_tokens) * node.load.step_s
         num_again = max(0, num_own_tokens - self._least_to_compute)
-        return _PrefillCost(own_s, (num_others * num_own_tokens + AGAIN * num_again) / self._rate[node], prefix_fetch)
+        return _PrefillCost(
+            own_s, (num_others * num_own_tokens + RECOMPUTED_SHARE * num_again) / self._rate[node], prefix_fetch
+        )
 
     def _tokens_to_compute(self, node: Node) -> int:
         if node not in self._to_compute:
@@ -197,7 +227,7 @@ class Costs:
             self._not_held[node] = self._prompt.tokens_to_compute(node)
         return self._not_held[node]
 
-    def _find_holder(self, nodes: Sequence[Node]) -> Node | None:
+    def _find_source(self, nodes: Sequence[Node]) -> Node | None:
         """Return the node that has most of the prompt cached; None where remote prefix fetches are off."""
         if self._transfers.prefix_fetches.fetches == NEVER or not self.are_known:
             return None
@@ -206,18 +236,18 @@ class Costs:
 
     def _prefix_fetch(self, node: Node) -> PrefixFetch | None:
         """Return the remote prefix fetch that is worth while for the node; None for none."""
-        if self._holder is None or self._holder is node:
+        if self._source is None or self._source is node:
             return None
-        num_left = self._tokens_not_held(self._holder)
+        num_left = self._tokens_not_held(self._source)
         num_fetched = self._tokens_to_compute(node) - num_left
         computed_s, prefix_fetches = num_fetched / self._rate[node], self._transfers.prefix_fetches
-        if not prefix_fetches.is_worth((self._holder.name, node.name), num_fetched, computed_s):
+        if not prefix_fetches.is_worth((self._source.name, node.name), num_fetched, computed_s):
             return None
         return PrefixFetch(
-            self._holder, len(self._prompt) - num_left, num_fetched, prefix_fetches.patience_s(computed_s)
+            self._source, len(self._prompt) - num_left, num_fetched, prefix_fetches.patience_s(computed_s)
         )
 
-    def _write(self, node: Node) -> _DecodeCost:
+    def _decode_cost(self, node: Node) -> _DecodeCost:
         account, num_taken = self._ledger.of(node), self._ledger.tokens_taken(node) + len(self._prompt)
         num_shared = self._ledger.tokens_shared(node, self._prompt)
         is_full = node.usable.slots <= account.num_answers or num_taken - num_shared > node.pool_tokens
@@ -228,7 +258,7 @@ class Costs:
             (num_taken - max(num_shared, self._prompt.tokens_held(node))) / node.pool_tokens,
         )
 
-    def _num_writing_within(self, node: Node, seconds: float) -> float:
+    def _num_decoding_within(self, node: Node, seconds: float) -> float:
         """Return how many of the node's sequences decode within `seconds` seconds."""
         account = self._ledger.of(node)
         if not account.num_answers:

@@ -4,10 +4,9 @@ import math
 
 from coordinator.control.load import Arrivals, Ledger, Prompt
 from coordinator.control.nodes import Registry
-from coordinator.control.placement.costs import TransferEstimates
-from coordinator.control.placement.lateness import Lateness
-from coordinator.control.placement.policies import POLICIES
-from coordinator.control.placement.policy import Wanted
+from coordinator.control.placement.costs import TransferEstimates, Wanted
+from coordinator.control.placement.policy import POLICIES
+from coordinator.control.placement.slo_forecast import SloForecast
 from serving_core.slo import Due
 from tests import fleet_events as events
 
@@ -62,7 +61,7 @@ class Fleet:
     def late(self, node, due=None, num_tokens=10, coming=COMING, num_ahead=0):
         num_all = len(TOKENS) + num_tokens
         wanted = Wanted(Prompt(TOKENS), num_all, due=due, arrivals=coming, num_ahead=num_ahead)
-        return Lateness(self.ledger, wanted, NOW).on(node)
+        return SloForecast(self.ledger, wanted, NOW).on(node)
 
     def place(self, due=None, policy="auto", transfer_s=0.001, num_tokens=10, coming=COMING):
         wanted = Wanted(Prompt(TOKENS), len(TOKENS) + num_tokens, due=due, arrivals=coming)

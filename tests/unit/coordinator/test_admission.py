@@ -19,9 +19,8 @@ from coordinator.control.admission import (
     Admission,
 )
 from coordinator.control.load import Ledger, Prompt
-from coordinator.control.placement.costs import TransferEstimates
-from coordinator.control.placement.policies import POLICIES
-from coordinator.control.placement.policy import Placed, Wanted
+from coordinator.control.placement.costs import TransferEstimates, Wanted
+from coordinator.control.placement.policy import POLICIES, Placed
 from coordinator.control.request import Request, Timeline
 from coordinator.control.slo import Slo
 from serving_core.errors import RequestError
@@ -228,8 +227,8 @@ def test_who_could_be_in_time_somewhere_is_not_refused_for_where_it_would_cost_l
     b0, b1 = fleet.add("b0"), fleet.add("b1")
     fleet.writes(b0, 0.013, num_output=1000, ago_s=1.0, num_left=10)  # 12 s ahead: long steps do it no harm
     fleet.reads(b1, 300)
-    assert fleet.late(b0, Due(NOW + 5.0)).crowding(0.11) > 1
-    assert fleet.late(b1, Due(NOW + 5.0)).alone(0.0) == 0
+    assert fleet.late(b0, Due(NOW + 5.0)).tpot_ratio(0.11) > 1
+    assert fleet.late(b1, Due(NOW + 5.0)).late_by_both(0.0) == 0
     assert not fleet.late(b1, Due(NOW + 5.0)).is_own_late
     assert decide(fleet, Slo("", 5.0, None))[0]
 

@@ -34,7 +34,7 @@ def accounts(ledger, nodes):
     return [ledger.of(node) for node in nodes]
 
 
-def test_a_prompt_is_the_prefill_nodes_until_its_first_token_and_the_answer_grows_where_it_is_written(ledger, nodes):
+def test_a_prompt_is_the_prefill_nodes_until_its_first_token_and_the_answer_grows_where_it_is_decoded(ledger, nodes):
     prefill_node, decode_node, _ = nodes
     ledger.prefill("r", prefill_node, 70)
     ledger.decode("r", decode_node, 100)
@@ -334,7 +334,7 @@ def test_accounts_are_the_sums_of_what_was_told(actions):
         for node in nodes:
             assert ledger.tokens_taken(node) == plain.taken(node)
             alone = [
-                (each.due, ledger.tokens_alone(node, each)) for each in ledger.limited_parts(node) if each.is_written
+                (each.due, ledger.tokens_alone(node, each)) for each in ledger.limited_parts(node) if each.is_decoded
             ]
             assert sorted(alone, key=id_of_due) == sorted(plain.alone(node), key=id_of_due)
             read = [marks for (_, prefill_node), marks in plain.read_marks.items() if prefill_node is node]

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.control.load import NO_ARRIVALS, Arrivals, Prompt
-from coordinator.control.placement.lateness import LOST, Lateness, Pace, spared, step_s
-from coordinator.control.placement.policies import POLICIES
-from coordinator.control.placement.policy import Wanted
+from coordinator.control.placement.costs import Wanted
+from coordinator.control.placement.policy import POLICIES
+from coordinator.control.placement.slo_forecast import LOST_ARRIVAL_FACTOR, Pace, SloForecast, spared_node, step_s
 from serving_core.slo import Due
 from tests import fleet_events as events
 from tests.unit.coordinator.placement_kit import COMING, NOW, TOKENS, Fleet
@@ -28,23 +28,23 @@ def names(placed):
 def test_a_prompt_is_late_behind_others_that_are_due_before(fleet):
     p0 = fleet.add("p0")
     fleet.reads(p0, 300, due_in_s=0.35)
-    assert fleet.late(p0, Due(NOW + 0.43)).reading == 0  # 310 ms, then its own 110 ms
-    assert fleet.late(p0, Due(NOW + 0.41)).reading == 1
-    assert fleet.late(p0, Due(NOW + 0.41)).reading_wait_s() == pytest.approx(0.01)
-    assert fleet.late(p0, Due(NOW + 0.10)).reading == 1  # it could not be in time alone
-    assert fleet.late(p0).reading == 0  # without limits it comes behind them
+    assert fleet.late(p0, Due(NOW + 0.43)).late_by_prefill == 0  # 310 ms, then its own 110 ms
+    assert fleet.late(p0, Due(NOW + 0.41)).late_by_prefill == 1
+    assert fleet.late(p0, Due(NOW + 0.41)).prefill_wait_s() == pytest.approx(0.01)
+    assert fleet.late(p0, Due(NOW + 0.10)).late_by_prefill == 1  # it could not be in time alone
+    assert fleet.late(p0).late_by_prefill == 0  # without limits it comes behind them
 
 
 def test_a_prompt_that_is_due_first_makes_another_one_late(fleet):
     p0 = fleet.add("p0")
     fleet.reads(p0, 300, due_in_s=0.35)
-    assert fleet.late(p0, Due(NOW + 0.12)).reading == 1
+    assert fleet.late(p0, Due(NOW + 0.12)).late_by_prefill == 1
 
 
 def test_who_is_late_already_is_not_counted_again(fleet):
     p0 = fleet.add("p0")
     fleet.reads(p0, 300, due_in_s=0.1)
-    assert fleet.late(p0, Due(NOW + 0.12)).reading == 0
+    assert fleet.late(p0, Due(NOW + 0.12)).late_by_prefill == 0
 
 
 def test_answers_are_late_whose_last_tokens_come_too_late_beside_one_more(fleet):
@@ -52,20 +52,20 @@ def test_answers_are_late_whose_last_tokens_come_too_late_beside_one_more(fleet)
     for tpot_s in (0.013, 0.015, 0.1):
         fleet.writes(d0, tpot_s)
     # 16 ms now: two are late. 18 ms with one more.
-    assert fleet.late(d0).writing(0.0) == 0
-    assert fleet.late(d0, Due(tpot_s=0.017)).writing(0.0) == 1
+    assert fleet.late(d0).late_by_decode(0.0) == 0
+    assert fleet.late(d0, Due(tpot_s=0.017)).late_by_decode(0.0) == 1
     fleet.writes(d0, 0.019)  # 18 ms, and 20 ms with one more: for so long as that one is written
-    assert fleet.late(d0).writing(0.0) == 0
-    assert fleet.late(d0, num_tokens=600).writing(0.0) == 1  # 599 * 20 + 401 * 18 ms
-    assert fleet.late(d0, num_tokens=100).writing(0.0) == 0  # 99 * 20 + 901 * 18 ms are within 1000 * 19
-    assert fleet.late(d0, Due(tpot_s=0.05), num_tokens=600).writing(0.5) == 2  # itself, too: it waits for blocks
+    assert fleet.late(d0).late_by_decode(0.0) == 0
+    assert fleet.late(d0, num_tokens=600).late_by_decode(0.0) == 1  # 599 * 20 + 401 * 18 ms
+    assert fleet.late(d0, num_tokens=100).late_by_decode(0.0) == 0  # 99 * 20 + 901 * 18 ms are within 1000 * 19
+    assert fleet.late(d0, Due(tpot_s=0.05), num_tokens=600).late_by_decode(0.5) == 2  # itself, too: it waits for blocks
 
 
 def test_an_answer_minds_nobody_who_has_ended_when_it_begins(fleet):
     d0 = fleet.add("d0")
     fleet.writes(d0, 0.0128, num_left=20)  # 20 steps have 256 ms: 9 of 14 ms and 11 of 12 ms take 258
-    assert fleet.late(d0, Due(tpot_s=0.0128)).writing(0.0) == 2
-    assert fleet.late(d0, Due(tpot_s=0.0128)).writing(0.0, begins_s=0.25) == 0
+    assert fleet.late(d0, Due(tpot_s=0.0128)).late_by_decode(0.0) == 2
+    assert fleet.late(d0, Due(tpot_s=0.0128)).late_by_decode(0.0, begins_s=0.25) == 0
 
 
 def test_answers_to_come_begin_when_their_prompts_are_read(fleet):
@@ -73,19 +73,19 @@ def test_answers_to_come_begin_when_their_prompts_are_read(fleet):
     p0, d0 = fleet.add("p0"), fleet.add("d0")
     fleet.reads(p0, 100, due_in_s=1.0, decode_node=d0, tpot_s=0.0128)
     fleet.reads(p0, 300, due_in_s=2.0, decode_node=d0, tpot_s=0.0128)
-    assert fleet.late(d0, Due(tpot_s=0.0128)).writing(0.0, begins_s=0.22) == 0
-    assert fleet.late(d0, Due(tpot_s=0.0128)).writing(0.0, begins_s=0.15) == 2
+    assert fleet.late(d0, Due(tpot_s=0.0128)).late_by_decode(0.0, begins_s=0.22) == 0
+    assert fleet.late(d0, Due(tpot_s=0.0128)).late_by_decode(0.0, begins_s=0.15) == 2
 
 
 def test_beside_answers_a_prompt_gets_what_they_are_ahead_and_then_a_share(fleet):
     b0 = fleet.add("b0")
     fleet.writes(b0, 0.024, num_output=11, ago_s=0.1)  # its next token is due in 164 ms, 152 more than a step takes
-    assert fleet.late(b0, Due(NOW + 0.110 + 1e-6)).reading == 0
-    assert fleet.late(b0, Due(NOW + 0.110 - 1e-3)).reading == 1
+    assert fleet.late(b0, Due(NOW + 0.110 + 1e-6)).late_by_prefill == 0
+    assert fleet.late(b0, Due(NOW + 0.110 - 1e-3)).late_by_prefill == 1
     fleet.writes(b0, 0.028)  # it has just begun: 14 ms are ahead, and steps of 14 ms leave 10 of 24
     in_time_s = 0.014 + (0.110 - 0.014) * 24 / 10
-    assert fleet.late(b0, Due(NOW + in_time_s + 1e-6)).reading == 0
-    assert fleet.late(b0, Due(NOW + in_time_s - 1e-3)).reading == 1
+    assert fleet.late(b0, Due(NOW + in_time_s + 1e-6)).late_by_prefill == 0
+    assert fleet.late(b0, Due(NOW + in_time_s - 1e-3)).late_by_prefill == 1
 
 
 def test_beside_answers_to_come_a_prompt_gets_all_of_the_time_until_they_begin(fleet):
@@ -101,8 +101,8 @@ def test_an_answer_leaves_prompts_what_its_own_limit_does(fleet):
     12.8 ms a sixteenth."""
     b0 = fleet.add("b0")
     fleet.reads(b0, 100, due_in_s=0.2)
-    assert fleet.late(b0, Due(tpot_s=0.048)).writing(0.0) == 0
-    assert fleet.late(b0, Due(tpot_s=0.0128), num_tokens=900).writing(0.0) == 1
+    assert fleet.late(b0, Due(tpot_s=0.048)).late_by_decode(0.0) == 0
+    assert fleet.late(b0, Due(tpot_s=0.0128), num_tokens=900).late_by_decode(0.0) == 1
 
 
 def test_a_prompt_is_not_read_beside_the_answers_of_those_that_come(fleet):
@@ -123,23 +123,23 @@ def test_answers_take_no_more_of_the_time_than_they_have_tokens_left(fleet):
     b0 = fleet.add("b0")
     fleet.writes(b0, 0.024, num_left=2)
     fleet.writes(b0, 0.024, num_left=5)
-    assert fleet.late(b0, Due(NOW + 0.110 + 0.070 + 1e-6)).reading == 0
-    assert fleet.late(b0, Due(NOW + 0.110 + 0.070 - 1e-3)).reading == 1
+    assert fleet.late(b0, Due(NOW + 0.110 + 0.070 + 1e-6)).late_by_prefill == 0
+    assert fleet.late(b0, Due(NOW + 0.110 + 0.070 - 1e-3)).late_by_prefill == 1
 
 
 def test_an_answer_that_is_handed_over_is_late_for_a_chunk_that_takes_longer_than_it_gains(fleet):
     """Steps of 12 ms: of 18 ms, 6 ms are gained with each of two tokens after the first."""
     b0, due = fleet.add("b0"), Due(tpot_s=0.018)
     fleet.reads(b0, 11)
-    assert fleet.late(b0, due, num_tokens=3).writing(0.0) == 0
+    assert fleet.late(b0, due, num_tokens=3).late_by_decode(0.0) == 0
     fleet.reads(b0, 2)
-    assert fleet.late(b0, due, num_tokens=3).writing(0.0) == 1
-    assert fleet.late(b0, due, num_tokens=4).writing(0.0) == 0
-    assert fleet.late(b0, due, num_tokens=1).writing(0.0) == 0  # nothing of it is written there
+    assert fleet.late(b0, due, num_tokens=3).late_by_decode(0.0) == 1
+    assert fleet.late(b0, due, num_tokens=4).late_by_decode(0.0) == 0
+    assert fleet.late(b0, due, num_tokens=1).late_by_decode(0.0) == 0  # nothing of it is written there
     fleet.reads(b0, 100)
     fleet.writes(b0, 0.0145)  # which lets no chunk take longer; two steps of 14 ms with one more, and a chunk: 42.5 ms
-    assert fleet.late(b0, Due(tpot_s=0.0212), num_tokens=3).writing(0.0) == 1
-    assert fleet.late(b0, Due(tpot_s=0.0213), num_tokens=3).writing(0.0) == 0
+    assert fleet.late(b0, Due(tpot_s=0.0212), num_tokens=3).late_by_decode(0.0) == 1
+    assert fleet.late(b0, Due(tpot_s=0.0213), num_tokens=3).late_by_decode(0.0) == 0
 
 
 @pytest.mark.parametrize(("num_tokens", "num_late"), [(9, 1), (20, 0)])
@@ -147,28 +147,28 @@ def test_a_prompt_makes_answers_late_that_are_to_come(fleet, num_tokens, num_lat
     """It takes 100 ms; of 20 ms in steps of 12 ms, or 14 ms beside its own answer, 8 or 6 ms are gained each time."""
     b0 = fleet.add("b0")
     fleet.awaits(b0, 0.020, num_tokens)
-    assert fleet.late(b0).reading == num_late
-    assert fleet.late(b0).alone(0.0) == num_late
+    assert fleet.late(b0).late_by_prefill == num_late
+    assert fleet.late(b0).late_by_both(0.0) == num_late
 
 
 def test_an_answer_of_one_token_is_late_for_no_other(fleet):
     """A second node that reads for it could make it wait for a chunk, if anything were to be written."""
     b0 = fleet.add("b0")
     fleet.awaits(b0, 0.020, 1)
-    assert fleet.late(b0).reading == 0
+    assert fleet.late(b0).late_by_prefill == 0
 
 
 def test_an_answer_that_waits_for_blocks_is_late_once(fleet):
     d0 = fleet.add("d0")
     own = Due(NOW + 1, 0.011)  # and a step of one takes 12 ms
-    assert fleet.late(d0, own).writing(0.0) == fleet.late(d0, own).writing(0.5) == 1
+    assert fleet.late(d0, own).late_by_decode(0.0) == fleet.late(d0, own).late_by_decode(0.5) == 1
 
 
 def test_an_answer_is_late_for_want_of_blocks_only_where_it_waits_for_them_longer_than_for_its_prompt(fleet):
     d0 = fleet.add("d0")
-    assert fleet.late(d0, Due(tpot_s=0.1)).writing(0.5, begins_s=0.6) == 0
-    assert fleet.late(d0, Due(tpot_s=0.1)).writing(0.5, begins_s=0.4) == 1
-    assert fleet.late(d0, Due(NOW + 9)).writing(0.5) == 0  # its first token needs none there
+    assert fleet.late(d0, Due(tpot_s=0.1)).late_by_decode(0.5, begins_s=0.6) == 0
+    assert fleet.late(d0, Due(tpot_s=0.1)).late_by_decode(0.5, begins_s=0.4) == 1
+    assert fleet.late(d0, Due(NOW + 9)).late_by_decode(0.5) == 0  # its first token needs none there
 
 
 def test_who_finds_no_slot_waits_until_an_answer_ends(fleet):
@@ -207,7 +207,7 @@ def test_an_answer_that_ends_makes_room_by_what_no_other_one_holds(fleet):
 
     def room_s(num_tokens):
         wanted = Wanted(Prompt([7] * num_tokens), num_tokens + 10, due=Due(NOW + 1))
-        return Lateness(fleet.ledger, wanted, NOW).on(b0).room_s
+        return SloForecast(fleet.ledger, wanted, NOW).on(b0).room_s
 
     assert [room_s(30), room_s(44), room_s(58), room_s(59)] == pytest.approx([0.0, 0.16, 0.32, 8.0])
     assert fleet.late(b0, Due(NOW + 1)).room_s == 0.0  # of its 100 tokens four are missing
@@ -231,7 +231,7 @@ def test_to_make_an_answer_late_is_no_merit_where_prompts_gain_by_it(fleet):
     for index in range(4):
         fleet.reads(b0, 100, due_in_s=1.0 + 0.1 * index)
     own = Due(NOW + 9, 1.0)
-    assert fleet.late(b0, own, num_tokens=600).writing(0.0, 0.1) == 1
+    assert fleet.late(b0, own, num_tokens=600).late_by_decode(0.0, 0.1) == 1
     placed = fleet.place(own, num_tokens=600)
     assert (placed.prefill_node, placed.decode_node, placed.is_timely) == (p0, d1, True)
 
@@ -260,7 +260,7 @@ def test_steps_count_as_long_as_they_rarely_are(fleet, decode_margin, num_answer
     b0 = fleet.add("b0", margin=decode_margin)
     for number in range(num_answers + 1):
         is_full = decode_margin * (0.010 + 0.002 * (number + 1)) > 0.030 + 1e-9
-        assert (fleet.late(b0, Due(NOW + 9.0)).crowding(BEGINS_S) > 1) is (is_full and number > 0), number
+        assert (fleet.late(b0, Due(NOW + 9.0)).tpot_ratio(BEGINS_S) > 1) is (is_full and number > 0), number
         fleet.writes(b0, 0.030, num_output=1000, ago_s=10.0, num_left=10)
 
 
@@ -268,9 +268,9 @@ def test_prompts_that_are_never_due_are_nothing_to_wait_for(fleet):
     b0 = fleet.add("b0", role="both")
     fleet.awaits(b0, 0.04, 10)
     fleet.ledger.prefill("1", b0, 10_000)
-    assert fleet.late(b0, Due(NOW + 2, 0.04)).reading_wait_s() == 0.0
+    assert fleet.late(b0, Due(NOW + 2, 0.04)).prefill_wait_s() == 0.0
     fleet.reads(b0, 10_000, due_in_s=100)
-    assert fleet.late(b0, Due(NOW + 2, 0.04)).reading_wait_s() > 8.0
+    assert fleet.late(b0, Due(NOW + 2, 0.04)).prefill_wait_s() > 8.0
 
 
 @pytest.mark.parametrize(("num_ahead", "num_steps"), [(0, 40), (3, 40), (4, 90), (6, 200), (99, 200)])
@@ -281,7 +281,7 @@ def test_a_node_with_too_many_answers_says_when_those_ahead_and_this_one_find_pl
     for num_left in (*[40] * 4, 90, 90, *[200] * 4):
         fleet.writes(b0, 0.0305, num_output=1000, ago_s=10.0, num_left=num_left)
     due = Due(NOW + 9, 0.05)
-    assert fleet.late(b0, due, num_ahead=num_ahead).writing_wait_s() == pytest.approx(num_steps * 0.030)
+    assert fleet.late(b0, due, num_ahead=num_ahead).decode_wait_s() == pytest.approx(num_steps * 0.030)
     placed = fleet.place(due)
     assert not placed.is_timely
     assert placed.wait_s == pytest.approx(40 * 0.030)
@@ -292,10 +292,10 @@ def test_what_a_node_would_be_lent_it_need_not_read_beside_answers_either(fleet)
     fleet.writes(b1, 0.024)  # prompts get half of its time
     wanted = Wanted(Prompt(TOKENS), 110, due=Due(NOW + 1))
     whole, lent = (
-        Lateness(fleet.ledger, wanted, NOW, num_fetched).on(b1) for num_fetched in (lambda _: 0, lambda _: 90)
+        SloForecast(fleet.ledger, wanted, NOW, num_fetched).on(b1) for num_fetched in (lambda _: 0, lambda _: 90)
     )
     assert lent.own_begins_s < whole.own_begins_s / 5
-    assert Lateness(fleet.ledger, wanted, NOW, lambda node: 90 * (node is b1)).on(b0).own_begins_s == pytest.approx(
+    assert SloForecast(fleet.ledger, wanted, NOW, lambda node: 90 * (node is b1)).on(b0).own_begins_s == pytest.approx(
         0.11
     )
 
@@ -310,7 +310,7 @@ def test_a_long_answer_spares_the_node_whose_answers_are_over_first(fleet):
     assert names(fleet.place(policy="sum")) == "b1 b1"
     assert names(fleet.place(Due(NOW + 9, 0.1), num_tokens=500)) == "b1 b0"
     assert names(fleet.place(Due(NOW + 9, 0.1), num_tokens=4)) == "b1 b1"  # 14 ms more
-    num_lost = LOST * (1.0 - 0.86) / 0.100 * 497 * 0.014
+    num_lost = LOST_ARRIVAL_FACTOR * (1.0 - 0.86) / 0.100 * 497 * 0.014
     assert fleet.late(b1, Due(NOW + 9, 0.1), num_tokens=500).num_lost() == int(num_lost)
     few = Arrivals(8.0, 100.0)  # 0.8 s of prompts a second, for which there is time beside answers
     assert fleet.late(b1, Due(NOW + 9, 0.1), num_tokens=500, coming=few).num_lost() == 0
@@ -319,9 +319,9 @@ def test_a_long_answer_spares_the_node_whose_answers_are_over_first(fleet):
 
 def test_nobody_is_spared_where_two_are_equal_or_no_other_one_has_room(fleet):
     b0, b1 = fleet.add("b0"), fleet.add("b1")
-    assert spared([b0, b1], fleet.ledger, NOW) is None
+    assert spared_node([b0, b1], fleet.ledger, NOW) is None
     fleet.writes(b0, 0.1)
-    assert spared([b0, b1], fleet.ledger, NOW) is b1
+    assert spared_node([b0, b1], fleet.ledger, NOW) is b1
     assert names(fleet.place(Due(NOW + 9, 0.1), num_tokens=500)) != "b1 b1"
     fleet.ledger.decode("big", b0, b0.pool_tokens)
     assert names(fleet.place(Due(NOW + 9, 0.1), num_tokens=500)) == "b1 b1"
@@ -332,7 +332,7 @@ def test_a_node_that_drains_is_not_the_one_to_be_spared(fleet):
     fleet.writes(b0, 0.1)
     drains = events.heartbeat(state="draining").heartbeat
     fleet.registry.heartbeat(b1, drains, 0.0)
-    assert spared([b0, b1], fleet.ledger, NOW) is b0
+    assert spared_node([b0, b1], fleet.ledger, NOW) is b0
 
 
 @given(st.floats(0, 10), st.floats(0.01, 1), st.floats(0, 100), st.floats(0, 100) | st.just(math.inf))
@@ -418,18 +418,20 @@ def test_nobody_has_fewer_late_than_the_chosen_pair(nodes, due):
     own = Due(NOW + due[0], due[1]) if due else None
 
     def num_late(prefill_node, decode_node):
-        on = Lateness(fleet.ledger, Wanted(Prompt(TOKENS), 110, due=own), NOW).on
+        on = SloForecast(fleet.ledger, Wanted(Prompt(TOKENS), 110, due=own), NOW).on
         if prefill_node is decode_node:
-            return on(prefill_node).alone(0.0)
-        return on(prefill_node).reading + on(decode_node).writing(0.0, on(prefill_node).own_begins_s)
+            return on(prefill_node).late_by_both(0.0)
+        return on(prefill_node).late_by_prefill + on(decode_node).late_by_decode(0.0, on(prefill_node).own_begins_s)
 
     decode_nodes = {decode_node for _, decode_node in pairs}
-    least = spared([node for node in able if node.shape.reads], fleet.ledger, NOW) if len(decode_nodes) > 1 else None
+    least = (
+        spared_node([node for node in able if node.shape.reads], fleet.ledger, NOW) if len(decode_nodes) > 1 else None
+    )
 
     def harm(prefill_node, decode_node):
         """One at least where the request itself is late however much time its prompt gets, or too many answers are."""
-        on = Lateness(fleet.ledger, Wanted(Prompt(TOKENS), 110, due=own, arrivals=COMING), NOW).on
-        is_too_many = on(prefill_node).is_own_late or on(decode_node).crowding(on(prefill_node).least_prefill_s) > 1
+        on = SloForecast(fleet.ledger, Wanted(Prompt(TOKENS), 110, due=own, arrivals=COMING), NOW).on
+        is_too_many = on(prefill_node).is_own_late or on(decode_node).tpot_ratio(on(prefill_node).least_prefill_s) > 1
         num_lost = on(decode_node).num_lost() if decode_node is least else 0
         return (num_late(prefill_node, decode_node) or int(is_too_many)) + num_lost
 
@@ -449,8 +451,8 @@ def test_a_node_takes_as_many_answers_as_a_step_within_the_tightest_limit_holds(
     for _ in range(num_answers):
         fleet.writes(node, TIGHT_S, num_output=1000, ago_s=10.0, num_left=10)
     late = fleet.late(node, Due(NOW + 9.0, 0.050))
-    assert late.alone(0.0) == 0, "those that are written are 20 s ahead"
-    assert (late.crowding(BEGINS_S) > 1.0) is is_crowded
+    assert late.late_by_both(0.0) == 0, "those that are written are 20 s ahead"
+    assert (late.tpot_ratio(BEGINS_S) > 1.0) is is_crowded
     placed = fleet.place(Due(NOW + 9.0, 0.050))
     assert (placed.num_late, placed.is_timely) == (0, not is_crowded)
 
@@ -461,12 +463,12 @@ def test_answers_that_end_before_others_are_read_are_not_there_at_one_time(fleet
     for _ in range(9):
         fleet.writes(node, TIGHT_S, num_output=1000, ago_s=10.0, num_left=10)
     fleet.reads(node, num_tokens, 9.0, node, TIGHT_S)  # ten tokens, 0.3 s, and 0.1 s for the request's own prompt
-    assert (fleet.late(node, Due(NOW + 9.0, TIGHT_S)).crowding(BEGINS_S) > 1.0) is is_crowded
+    assert (fleet.late(node, Due(NOW + 9.0, TIGHT_S)).tpot_ratio(BEGINS_S) > 1.0) is is_crowded
 
 
 def test_a_limit_that_no_step_keeps_bounds_nothing(fleet):
     node = fleet.add("b-0", role="both")
     for _ in range(20):
         fleet.writes(node, 0.005, num_left=10)
-    assert fleet.late(node, Due(NOW + 9.0, 0.060)).crowding(BEGINS_S) <= 1.0
-    assert fleet.late(node, Due(NOW + 9.0, 0.050)).crowding(BEGINS_S) > 1.0
+    assert fleet.late(node, Due(NOW + 9.0, 0.060)).tpot_ratio(BEGINS_S) <= 1.0
+    assert fleet.late(node, Due(NOW + 9.0, 0.050)).tpot_ratio(BEGINS_S) > 1.0

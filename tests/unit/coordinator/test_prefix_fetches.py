@@ -5,9 +5,8 @@ import pytest
 from coordinator.control.instructions import Send
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.nodes import Registry
-from coordinator.control.placement.costs import TransferEstimates
-from coordinator.control.placement.policies import POLICIES
-from coordinator.control.placement.policy import Wanted
+from coordinator.control.placement.costs import TransferEstimates, Wanted
+from coordinator.control.placement.policy import POLICIES
 from coordinator.control.prefix_fetch import (
     ALWAYS,
     AUTO,

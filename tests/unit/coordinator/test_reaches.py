@@ -6,9 +6,8 @@ from coordinator.control.instructions import Releases
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.migration import num_left
 from coordinator.control.nodes import Registry
-from coordinator.control.placement.costs import TransferEstimates
-from coordinator.control.placement.policies import POLICIES
-from coordinator.control.placement.policy import Wanted
+from coordinator.control.placement.costs import TransferEstimates, Wanted
+from coordinator.control.placement.policy import POLICIES
 from coordinator.control.roles import RecentCapacity
 from protos import fleet_pb2
 from protos.convert import shape_to_wire

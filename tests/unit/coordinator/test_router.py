@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.nodes import Registry, does, has_path
-from coordinator.control.placement.costs import TransferEstimates
-from coordinator.control.placement.policies import POLICIES
-from coordinator.control.placement.policy import Wanted
+from coordinator.control.placement.costs import TransferEstimates, Wanted
+from coordinator.control.placement.policy import POLICIES
 from serving_core.errors import RequestError
 from serving_core.node.blocks import BlockAllocator
 from serving_core.node.prefix import MIXED_NUMERICS, BlockNames, hint_of, root_name

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.control.request import Request
 from protos import inference_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
 from tests.effort import effort, few
+from tests.state_table import PAGE, arcs, page
 from tests.unit.coordinator.protocol_world import World, token_of
 
 OFTEN = ("submit", "deliver_command", "deliver_event", "step")
@@ -64,6 +66,25 @@ def test_moves_of_every_outcome_and_requests_that_are_held_are_among_them():
     )
     assert num_kept >= effort(2, 5, 5)
     assert num_held >= effort(3, 6, 6)
+
+
+def test_requests_take_no_other_way_than_the_table_has(monkeypatch):
+    enter, seen = Request.enter, set()
+
+    def enter_and_record(request, state, now, **options):
+        seen.add((request.state, state))
+        enter(request, state, now, **options)
+
+    monkeypatch.setattr(Request, "enter", enter_and_record)
+    for seed in range(effort(20, 40, 200)):
+        play(seed, RARE if seed % 2 else MIGRATIONS)
+    changes = {(before, after) for before, after in seen if before is not after}
+    assert changes <= arcs().keys()
+    assert len(changes) >= effort(25, 27, 30), sorted(arcs().keys() - changes)
+
+
+def test_the_page_of_the_docs_draws_the_table():
+    assert PAGE.read_text() == page(), "python -m tests.state_table draws it"
 
 
 def check_complete(complete, num_tokens, max_tokens, e2e_s):

@@ -6,7 +6,7 @@ from coordinator.control.instructions import Embedded, Emit, End, MigrationEnded
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Registry
-from coordinator.control.placement.policies import POLICIES
+from coordinator.control.placement.policy import POLICIES
 from coordinator.control.request import NOTHING
 from coordinator.control.scheduler import Scheduler
 from serving_core.errors import RequestError

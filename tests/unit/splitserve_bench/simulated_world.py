@@ -130,8 +130,8 @@ class World:
         num_output_tokens = self.random.randint(1, min(room - len(prompt), self.random.choice([3, 30, 150])))
         return PlannedRequest(index, self.random.random() * self.span_s, tuple(prompt), num_output_tokens)
 
-    def _ask_for_more(self, tracker, has_limits, priorities):
-        submit, random = tracker.submit, Random(f"{self.random.random()} limits")
+    def _ask_for_more(self, scheduler, has_limits, priorities):
+        submit, random = scheduler.submit, Random(f"{self.random.random()} limits")
 
         def submit_with_more(request_id, *arguments, **options):
             spans = ((0.01, 1.0), (0.002, 0.03)) if has_limits else ()
@@ -139,7 +139,7 @@ class World:
             priority = priorities[-1] if request_id == "0/0" else random.choice(priorities)
             return submit(request_id, *arguments, **{**options, "slo": Slo("", *limits, priority)})
 
-        tracker.submit = submit_with_more
+        scheduler.submit = submit_with_more
 
     def run(self):
         """What becomes of the load, when nothing of it is left in the fleet."""

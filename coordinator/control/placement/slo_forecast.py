@@ -18,20 +18,20 @@ margins of the nodes (serving_core/slo.py).
 
 On a mixed node, prompts get the time that sequences leave: first the slack of the sequences, and then of each step what
 the tightest limit that can be attained leaves; at least PROMPT_TIME_SHARE of the time, and all of it once the sequences
-are over. Of the sequences whose prompts are still to be prefilled there, the share BEGUN counts. Sequences without an
-SLO leave a chunk with each of their steps. The node's scheduler divides its time in the same way
+are over. Of the sequences whose prompts are still to be prefilled there, the share STARTED_SHARE counts. Sequences
+without an SLO leave a chunk with each of their steps. The node's scheduler divides its time in the same way
 (prefill_node/slack.py, prefill_node/order.py). Output lengths are estimated from those that ended
 (coordinator/control/load.py).
 
 A sequence that makes no other late as things stand is still one too many where, at any time while it decodes, a step of
-all sequences takes longer than the tightest limit (`crowding`): prompts would get no time, and a sequence that gets
+all sequences takes longer than the tightest limit (`tpot_ratio`): prompts would get no time, and a sequence that gets
 more tokens than expected would be late.
 
 A sequence also costs prompts that have not arrived: while it decodes, its node prefills little. Where sequences decode
-anyway one more hardly matters, so sequences do no harm if they leave one node free (`spared`). On that node a sequence
-counts as LOST violations for each request that is expected at the recent rate and that the node could not prefill in
-the time that the sequence adds. A prompt on another node is prefilled beside sequences, also beside those to come
-(`lasting_begins_s`).
+anyway one more hardly matters, so sequences do no harm if they leave one node free (`spared_node`). On that node a
+sequence counts as LOST_ARRIVAL_FACTOR violations for each request that is expected at the recent rate and that the node
+could not prefill in the time that the sequence adds. A prompt on another node is prefilled beside sequences, also
+beside those to come (`lasting_begins_s`).
 """
 
 import math
@@ -43,12 +43,14 @@ from typing import Final, NamedTuple
 
 from coordinator.control.load import Ledger, LimitedPart
 from coordinator.control.nodes import Node
-from coordinator.control.placement.policy import Wanted
+from coordinator.control.placement.costs import Wanted
 from serving_core.node.costs import StepLoad
 from serving_core.slo import PROMPT_TIME_SHARE, timely
 
-BEGUN: Final = 0.4  # share of the waiting sequences that decode while the others are prefilled; tuned in simulation
-LOST: Final = 4  # violations for each lost request: those behind it are later too; tuned in simulation
+STARTED_SHARE: Final = (
+    0.4  # share of the waiting sequences that decode while the others are prefilled; tuned in simulation
+)
+LOST_ARRIVAL_FACTOR: Final = 4  # violations for each lost request: those behind it are later too; tuned in simulation
 
 
 class Job(NamedTuple):
@@ -87,13 +89,13 @@ def step_s(node: Node, ledger: Ledger, num_more: int = 0, num_more_cached: int =
     The additional sequences have `num_more_cached` tokens. Sequences that the node still has to prefill are left out.
     """
     account = ledger.of(node)
-    num_answers = account.num_answers - account.num_unread + num_more
-    if not num_answers:
+    num_sequences = account.num_answers - account.num_unread + num_more
+    if not num_sequences:
         return 0.0
-    return node.step_weights.of_step(StepLoad(num_answers, account.tokens_held + num_more_cached))
+    return node.step_weights.of_step(StepLoad(num_sequences, account.tokens_held + num_more_cached))
 
 
-def spared(nodes: Collection[Node], ledger: Ledger, now: float) -> Node | None:
+def spared_node(nodes: Collection[Node], ledger: Ledger, now: float) -> Node | None:
     """Return the prefill node on which the sequences with an SLO end first; None where several are equal."""
     most_left = ledger.most_left(now)
     by_left = [(most_left.get(node, 0), node) for node in nodes if node.prefills and node.is_ready]
@@ -102,7 +104,7 @@ def spared(nodes: Collection[Node], ledger: Ledger, now: float) -> Node | None:
     return first[0] if len(first) == 1 else None
 
 
-class Lateness:
+class SloForecast:
     """Predict violations for one request on any node."""
 
     def __init__(
@@ -111,31 +113,31 @@ class Lateness:
         """Create a prediction at `now`. `num_fetched` returns how many tokens of the prompt a node would fetch from
         another one."""
         self._ledger, self._wanted, self._now, self._num_fetched = ledger, wanted, now, num_fetched
-        self._nodes: dict[Node, NodeLateness] = {}
+        self._nodes: dict[Node, NodeForecast] = {}
 
     @property
-    def is_at_stake(self) -> bool:
+    def has_slos(self) -> bool:
         """Return whether any request has an SLO."""
         return self._wanted.due is not None or self._ledger.has_limits
 
-    def on(self, node: Node) -> "NodeLateness":
+    def on(self, node: Node) -> "NodeForecast":
         """Return the prediction for the request on this node."""
         if node not in self._nodes:
             coming = self._ledger.prefill_hashes(node)
             num_tokens = self._wanted.prompt.tokens_to_compute(node, coming) - self._num_fetched(node)
-            self._nodes[node] = NodeLateness(node, self._ledger, self._wanted, num_tokens, self._now, self)
+            self._nodes[node] = NodeForecast(node, self._ledger, self._wanted, num_tokens, self._now, self)
         return self._nodes[node]
 
-    def begins_s(self, owed: LimitedPart) -> float:
+    def begins_s(self, part: LimitedPart) -> float:
         """Return the seconds until a sequence begins: until its prompt is prefilled, wherever that happens."""
-        return 0.0 if owed.prefill_node is None else self.on(owed.prefill_node).read_s[id(owed.due)]
+        return 0.0 if part.prefill_node is None else self.on(part.prefill_node).prefilled_s[id(part.due)]
 
-    def least_begins_s(self, owed: LimitedPart) -> float:
+    def least_begins_s(self, part: LimitedPart) -> float:
         """Return the seconds until a sequence begins, if prompts got all of the prefill node's time."""
-        return 0.0 if owed.prefill_node is None else self.on(owed.prefill_node).least_read_by_s[id(owed.due)]
+        return 0.0 if part.prefill_node is None else self.on(part.prefill_node).least_prefilled_s[id(part.due)]
 
 
-class _Answer(NamedTuple):
+class _Sequence(NamedTuple):
     """A sequence on a decode node: seconds until it begins, its tokens to come, and seconds until the last one is due.
 
     `is_to_come`: another node prefills it, so it may have to wait for a chunk when it arrives.
@@ -147,13 +149,13 @@ class _Answer(NamedTuple):
     is_to_come: bool = False
 
 
-def _yet_to_begin(begins_s: float, num_left: int, tpot_s: float, is_to_come: bool) -> _Answer:
+def _yet_to_begin(begins_s: float, num_left: int, tpot_s: float, is_to_come: bool) -> _Sequence:
     """Return a sequence with `num_left` tokens after its first. Without such tokens it cannot be late on the decode
     node."""
-    return _Answer(begins_s, num_left, begins_s + num_left * tpot_s if num_left else math.inf, is_to_come)
+    return _Sequence(begins_s, num_left, begins_s + num_left * tpot_s if num_left else math.inf, is_to_come)
 
 
-class NodeLateness:
+class NodeForecast:
     """Predict the violations of one node, with and without the request."""
 
     def __init__(
@@ -163,11 +165,11 @@ class NodeLateness:
         wanted: Wanted,
         num_own_tokens: int,
         now: float,
-        lateness: Lateness,
+        forecast: SloForecast,
     ) -> None:
         self._weights, self._chunk_tokens, self._now = node.step_weights, node.usable.prompt_tokens, now
         self._decode_margin = node.decode_margin * wanted.tpot_margin
-        self._begins_s, self._least_begins_s = lateness.begins_s, lateness.least_begins_s
+        self._begins_s, self._least_begins_s = forecast.begins_s, forecast.least_begins_s
         account = ledger.of(node)
         self._num_prompt_tokens = account.tokens_to_compute
         self._num_slots_lacking = account.num_answers + 1 - node.usable.slots
@@ -175,20 +177,20 @@ class NodeLateness:
         self._num_tokens_lacking = ledger.tokens_taken(node) + num_needed - node.pool_tokens
         self._tokens_alone = partial(ledger.tokens_alone, node)
         self._steps_s = step_s(node, ledger), step_s(node, ledger, 1, len(wanted.prompt))
-        owed = list(ledger.limited_parts(node))
-        self._unread = [each for each in owed if each.num_to_compute]
-        num_begin = round(BEGUN * sum(each.is_written for each in self._unread))
+        part = list(ledger.limited_parts(node))
+        self._unprefilled = [each for each in part if each.num_to_compute]
+        num_begin = round(STARTED_SHARE * sum(each.is_decoded for each in self._unprefilled))
         self._paces_s = step_s(node, ledger, num_begin), step_s(node, ledger, 1 + num_begin, len(wanted.prompt))
-        self._written = [each for each in owed if each.is_written]
-        self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in self._unread]
+        self._decoded = [each for each in part if each.is_decoded]
+        self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in self._unprefilled]
         self._each_s: dict[int, float] = {}  # seconds of a step, by its sequences
         self._paces: dict[int, Pace] = {}  # by the number of additional sequences
-        num_read = sum(not each.num_to_compute for each in self._written)
-        self._num_unlimited = account.num_answers - account.num_unread - num_read
+        num_prefilled = sum(not each.num_to_compute for each in self._decoded)
+        self._num_unlimited = account.num_answers - account.num_unread - num_prefilled
         self._cached_each = (account.tokens_held + len(wanted.prompt)) / (account.num_answers + 1)
         self._arrivals = wanted.arrivals
         self._num_ahead, self._num_spare = wanted.num_ahead, wanted.num_spare
-        self._most_left = max((each.num_left for each in self._written), default=0)
+        self._most_left = max((each.num_left for each in self._decoded), default=0)
         num_left = wanted.num_tokens - len(wanted.prompt) if wanted.num_left is None else wanted.num_left
         self._own_num_left = num_left - 1  # once its prompt is prefilled
         self._own = None if wanted.due is None else wanted.due.tpot_s
@@ -197,9 +199,9 @@ class NodeLateness:
         self._own_job = self._job(self._own_tokens, own_due_s)
 
     @cached_property
-    def reading(self) -> int:
+    def late_by_prefill(self) -> int:
         """Return the additional violations if the node prefills the prompt."""
-        num_late = self._late_answers(num_prompt_tokens=self._own_tokens)
+        num_late = self._late_sequences(num_prompt_tokens=self._own_tokens)
         return num_late + self._late_prompts([*self._jobs, self._own_job]) - self._num_late
 
     @cached_property
@@ -221,22 +223,22 @@ class NodeLateness:
         """Return whether the first token would be late even if prompts got all of the time."""
         return self.least_prefill_s > self._own_job.due_s
 
-    def writing(self, waits_s: float, begins_s: float = 0.0) -> int:
+    def late_by_decode(self, waits_s: float, begins_s: float = 0.0) -> int:
         """Return the additional violations if the node decodes the sequence.
 
         Another node prefills the prompt in `begins_s` seconds, and the sequence waits `waits_s` seconds for credit.
         """
-        own = self._own_answer(max(waits_s, begins_s), is_to_come=True)
+        own = self._own_sequence(max(waits_s, begins_s), is_to_come=True)
         is_late = self._own is not None and self._own < math.inf and waits_s > begins_s
         if is_late:
             own = own._replace(due_s=math.inf)  # it counts only once
-        num_more = self._late_answers(own) + is_late - self._num_late_answers
+        num_more = self._late_sequences(own) + is_late - self._num_late_sequences
         # A sequence that becomes late leaves prompts more time, but that is no gain.
         return num_more + max(0, self._late_prompts(self._jobs, 1) - self._num_late_prompts)
 
-    def alone(self, waits_s: float) -> int:
+    def late_by_both(self, waits_s: float) -> int:
         """Return the additional violations if the node does both: sequences wait for blocks before their prefill."""
-        num_late = self._late_answers(self._own_answer(waits_s + self.own_begins_s), self._own_tokens)
+        num_late = self._late_sequences(self._own_sequence(waits_s + self.own_begins_s), self._own_tokens)
         own = self._own_job._replace(due_s=self._own_job.due_s - waits_s)
         return num_late + self._late_prompts([*self._jobs, own]) - self._num_late
 
@@ -247,7 +249,7 @@ class NodeLateness:
         return self._pace(0).seconds(work_s + self._own_job.seconds)
 
     @property
-    def own_reads_s(self) -> float:
+    def own_prefill_s(self) -> float:
         """Return the seconds that the prefill takes beside the node's sequences, with no other prompt."""
         return self._pace(0).seconds(self._own_job.seconds)
 
@@ -257,19 +259,19 @@ class NodeLateness:
         return self._own is not None and self._own < self._step_s(1)
 
     @cached_property
-    def least_read_by_s(self) -> dict[int, float]:
+    def least_prefilled_s(self) -> dict[int, float]:
         """Return the seconds until each prompt is prefilled if prompts got all of the time, by the id() of its Due."""
-        work_s, read_s = 0.0, {}
-        for job, owed in sorted(zip(self._jobs, self._unread, strict=True), key=lambda pair: pair[0].due_s):
+        work_s, prefilled_s = 0.0, {}
+        for job, part in sorted(zip(self._jobs, self._unprefilled, strict=True), key=lambda pair: pair[0].due_s):
             work_s += job.seconds
-            read_s[id(owed.due)] = work_s
-        return read_s
+            prefilled_s[id(part.due)] = work_s
+        return prefilled_s
 
     @cached_property
-    def read_s(self) -> dict[int, float]:
+    def prefilled_s(self) -> dict[int, float]:
         """Return the seconds until each prompt is prefilled, by the id() of its Due."""
         pace = self._pace(0)
-        return {due: pace.seconds(work_s) for due, work_s in self.least_read_by_s.items()}
+        return {due: pace.seconds(work_s) for due, work_s in self.least_prefilled_s.items()}
 
     def num_lost(self) -> int:
         """Return how many requests to come would be late because the node decodes the sequence.
@@ -282,7 +284,7 @@ class NodeLateness:
             return 0
         added_s = (self._own_num_left - self._most_left) * self._steps_s[1]
         lost_share = min(1.0, self._arrivals.per_s * each_s) - self._pace(1).share
-        return max(0, int(LOST * lost_share / each_s * added_s))
+        return max(0, int(LOST_ARRIVAL_FACTOR * lost_share / each_s * added_s))
 
     @cached_property
     def lasting_begins_s(self) -> float:
@@ -292,7 +294,7 @@ class NodeLateness:
         share = 1 - each_s / self._tightest_s if self._tightest_s < math.inf else self._chunk_share(each_s)
         return max(self.own_begins_s, self._own_job.seconds / max(PROMPT_TIME_SHARE, share))
 
-    def crowding(self, begins_s: float) -> float:
+    def tpot_ratio(self, begins_s: float) -> float:
         """Return the decode step that is rarely exceeded, as a multiple of the tightest limit that can be attained.
 
         The step is the longest while the sequence decodes, which begins in `begins_s` seconds at the earliest. Return 0
@@ -302,26 +304,26 @@ class NodeLateness:
         limit_s = self._tightest_s
         if limit_s == math.inf:
             return 0.0
-        num_answers = self._num_unlimited + self._most_beside(begins_s, limit_s) + 1 + self._num_spare
-        return self._decode_margin * self._step_s(num_answers) / limit_s
+        num_sequences = self._num_unlimited + self._most_beside(begins_s, limit_s) + 1 + self._num_spare
+        return self._decode_margin * self._step_s(num_sequences) / limit_s
 
     @cached_property
     def _tightest_s(self) -> float:
         """Return the tightest SLO on TPOT, the request's included, that a step of one sequence attains; inf without
         one."""
-        limits_s = [each.due.tpot_s for each in self._written] + ([] if self._own is None else [self._own])
+        limits_s = [each.due.tpot_s for each in self._decoded] + ([] if self._own is None else [self._own])
         return min((each for each in limits_s if each >= self._step_s(1)), default=math.inf)
 
     def num_late_beside(self, begins_s: float) -> int:
         """Return how many sequences of the node are late in all, with this one, which begins in `begins_s` seconds."""
-        return self._late_answers(self._own_answer(begins_s))
+        return self._late_sequences(self._own_sequence(begins_s))
 
     def _most_beside(self, begins_s: float, each_s: float) -> int:
         """Return the most sequences with an SLO that decode at any time beside one that begins then, in steps of
         `each_s`."""
         ends_s = begins_s + self._own_num_left * each_s
         moments = []
-        for each in self._written:
+        for each in self._decoded:
             from_s = 0.0 if each.num_output else self._least_begins_s(each)
             until_s = from_s + each.num_left * each_s
             if from_s < ends_s and until_s > begins_s:
@@ -332,18 +334,18 @@ class NodeLateness:
             most = max(most, num_now)
         return most
 
-    def reading_wait_s(self) -> float:
+    def prefill_wait_s(self) -> float:
         """Return the seconds after which the prompt could be prefilled in time behind all that the node has now."""
         work_s = sum(each.seconds for each in self._jobs if each.due_s < math.inf) + self._own_job.seconds
         return max(0.0, self._pace(0).seconds(work_s) - self._own_job.due_s)
 
-    def writing_wait_s(self) -> float:
+    def decode_wait_s(self) -> float:
         """Return the seconds until the sequence, and those deferred before it, have got running slots.
 
         Slots become free as running sequences with an SLO end; where these are fewer, the last of them counts. Return 0
         without such sequences.
         """
-        nums_left = sorted(each.num_left for each in self._written if each.num_output)
+        nums_left = sorted(each.num_left for each in self._decoded if each.num_output)
         return self._steps_s[0] * nums_left[min(self._num_ahead, len(nums_left) - 1)] if nums_left else 0.0
 
     @cached_property
@@ -354,7 +356,7 @@ class NodeLateness:
         """
         num_slots, num_tokens = self._num_slots_lacking, self._num_tokens_lacking
         num_left = 0
-        for each in sorted(self._written, key=lambda owed: owed.num_left):
+        for each in sorted(self._decoded, key=lambda part: part.num_left):
             if num_slots <= 0 and num_tokens <= 0:
                 break
             num_slots, num_tokens = num_slots - 1, num_tokens - self._tokens_alone(each)
@@ -370,57 +372,57 @@ class NodeLateness:
 
     @property
     def _num_late(self) -> int:
-        return self._num_late_answers + self._num_late_prompts
+        return self._num_late_sequences + self._num_late_prompts
 
     @cached_property
-    def _num_late_answers(self) -> int:
-        return self._late_answers()
+    def _num_late_sequences(self) -> int:
+        return self._late_sequences()
 
     @cached_property
     def _num_late_prompts(self) -> int:
         return self._late_prompts(self._jobs)
 
     @cached_property
-    def _answers(self) -> list[_Answer]:
-        return [self._answer(each) for each in self._written]
+    def _sequences(self) -> list[_Sequence]:
+        return [self._sequence(each) for each in self._decoded]
 
-    def _answer(self, owed: LimitedPart) -> _Answer:
-        due = owed.due
-        if owed.num_output and due.began_s is not None:
-            due_s = due.token_s(owed.num_output + owed.num_left - 1) - self._now
-            return _Answer(0.0, owed.num_left, due_s)
-        return _yet_to_begin(self._begins_s(owed), owed.num_left - 1, due.tpot_s, owed.is_to_come)
+    def _sequence(self, part: LimitedPart) -> _Sequence:
+        due = part.due
+        if part.num_output and due.began_s is not None:
+            due_s = due.token_s(part.num_output + part.num_left - 1) - self._now
+            return _Sequence(0.0, part.num_left, due_s)
+        return _yet_to_begin(self._begins_s(part), part.num_left - 1, due.tpot_s, part.is_to_come)
 
-    def _own_answer(self, begins_s: float, *, is_to_come: bool = False) -> _Answer:
+    def _own_sequence(self, begins_s: float, *, is_to_come: bool = False) -> _Sequence:
         return _yet_to_begin(begins_s, self._own_num_left, math.inf if self._own is None else self._own, is_to_come)
 
-    def _late_answers(self, own: _Answer | None = None, num_prompt_tokens: int = 0) -> int:
+    def _late_sequences(self, own: _Sequence | None = None, num_prompt_tokens: int = 0) -> int:
         """Return how many sequences of the node miss their SLO, with `own` and `num_prompt_tokens` more tokens to
         prefill.
 
         A sequence is late if its last token is, in steps of all sequences that decode at the same time.
         """
-        answers = [*self._answers, own] if own is not None else self._answers
+        sequences = [*self._sequences, own] if own is not None else self._sequences
         chunk_s, num_late = self._longest_chunk_s(num_prompt_tokens), 0
-        longest_s = self._step_s(self._num_unlimited + len(answers))
+        longest_s = self._step_s(self._num_unlimited + len(sequences))
 
-        def is_late(answer: _Answer, elapsed_s: float) -> bool:
-            return self._decode_margin * elapsed_s + answer.is_to_come * chunk_s > answer.due_s - answer.begins_s
+        def is_late(sequence: _Sequence, elapsed_s: float) -> bool:
+            return self._decode_margin * elapsed_s + sequence.is_to_come * chunk_s > sequence.due_s - sequence.begins_s
 
-        if not any(is_late(each, each.num_left * longest_s) for each in answers):
+        if not any(is_late(each, each.num_left * longest_s) for each in sequences):
             return 0  # none is late even if all decoded until the last one ends
-        answers = sorted(answers)
+        sequences = sorted(sequences)
         now_s, num_steps, place = 0.0, 0.0, 0
-        running: list[tuple[float, _Answer]] = []  # by the number of steps at its end
-        while place < len(answers) or running:
+        running: list[tuple[float, _Sequence]] = []  # by the number of steps at its end
+        while place < len(sequences) or running:
             each_s = self._step_s(self._num_unlimited + len(running))
             ends_s = now_s + (running[0][0] - num_steps) * each_s if running else math.inf
-            if place < len(answers) and answers[place].begins_s <= ends_s:
-                begins_s = answers[place].begins_s
+            if place < len(sequences) and sequences[place].begins_s <= ends_s:
+                begins_s = sequences[place].begins_s
                 if running and each_s > 0:
                     num_steps += (begins_s - now_s) / each_s
                 now_s = begins_s
-                heappush(running, (num_steps + answers[place].num_left, answers[place]))
+                heappush(running, (num_steps + sequences[place].num_left, sequences[place]))
                 place += 1
             else:
                 now_s = ends_s
@@ -428,17 +430,17 @@ class NodeLateness:
                 num_late += is_late(ended, now_s - ended.begins_s)
         return num_late
 
-    def _step_s(self, num_answers: int) -> float:
-        if num_answers not in self._each_s:
-            load = StepLoad(num_answers, round(num_answers * self._cached_each))
-            self._each_s[num_answers] = self._weights.of_step(load)
-        return self._each_s[num_answers]
+    def _step_s(self, num_sequences: int) -> float:
+        if num_sequences not in self._each_s:
+            load = StepLoad(num_sequences, round(num_sequences * self._cached_each))
+            self._each_s[num_sequences] = self._weights.of_step(load)
+        return self._each_s[num_sequences]
 
     def _longest_chunk_s(self, num_more_tokens: int) -> float:
         """Return the seconds of the longest prefill chunk, which running sequences limit to the tightest TPOT."""
         num_tokens = min(self._num_prompt_tokens + num_more_tokens, self._chunk_tokens)
         chunk_s = self._weights.of_chunk(0, num_tokens, is_first=True) if num_tokens else 0.0
-        return min([chunk_s, *(each.due.tpot_s for each in self._written if each.num_output)])
+        return min([chunk_s, *(each.due.tpot_s for each in self._decoded if each.num_output)])
 
     def _late_prompts(self, jobs: list[Job], num_more: int = 0) -> int:
         due = [each for each in jobs if each.seconds and each.due_s < math.inf]
@@ -448,9 +450,9 @@ class NodeLateness:
         found = timely([each.seconds for each in due], [pace.work_s(each.due_s) for each in due])
         return len(due) - len(found)
 
-    def _is_overdue(self, owed: LimitedPart) -> bool:
+    def _is_overdue(self, part: LimitedPart) -> bool:
         """Return whether the first token is overdue: such a prompt is prefilled after those that can be in time."""
-        return not owed.num_output and owed.due.first_s <= self._now
+        return not part.num_output and part.due.first_s <= self._now
 
     def _pace(self, num_more: int) -> Pace:
         """Return the progress of prompts beside the node's sequences and `num_more` more."""
@@ -469,7 +471,7 @@ class NodeLateness:
         if not step_s:
             return Pace(math.inf, 1.0)
         share = self._chunk_share(step_s)
-        dues = [each for each in self._written if each.due.tpot_s >= step_s]
+        dues = [each for each in self._decoded if each.due.tpot_s >= step_s]
         own_s = own_s if own_s >= step_s else math.inf
         tightest_s = min((each.due.tpot_s for each in dues), default=math.inf)
         tightest_s = min(tightest_s, own_s)
@@ -485,11 +487,11 @@ class NodeLateness:
         chunk_s = self._weights.of_chunk(0, self._chunk_tokens, is_first=True)
         return chunk_s / (chunk_s + step_s) if chunk_s else 1.0
 
-    def _next_s(self, owed: LimitedPart) -> float:
+    def _next_s(self, part: LimitedPart) -> float:
         """Return the seconds until the next token of the sequence on this node is due.
 
         A sequence that another node prefills arrives with its first token.
         """
-        if owed.is_to_come and not owed.num_output:
-            return self._least_begins_s(owed) + owed.due.tpot_s
-        return owed.due.token_s(owed.num_output) - self._now
+        if part.is_to_come and not part.num_output:
+            return self._least_begins_s(part) + part.due.tpot_s
+        return part.due.token_s(part.num_output) - self._now
