@@ -177,15 +177,15 @@ class ApiServerCall:
 class ApiServerAnswer:
     """Stand in for one sequence of an ApiServerCall."""
 
-    matched_stop: str | None = None  # the API server finds stop strings and ends the sequence
-
     def __init__(self, call: ApiServerCall, index: int) -> None:
         self.generation = call
         self._index = index
         self._stop: tuple[str, int] | None = None
 
-    def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None) -> None:
+    def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None) -> bool:
+        """Pass the next tokens on. Return False: the API server finds stop strings and ends the sequence."""
         self.generation.link.tokens(self.generation.number, self._index, tokens, num_cached_tokens)
+        return False
 
     def stopped(self, stop: str, num_tokens: int) -> None:
         """Note that the API server has found this stop string in the last of `num_tokens` tokens."""

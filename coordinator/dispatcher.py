@@ -96,9 +96,7 @@ class Recipient(Protocol):
 
     @property
     def generation(self) -> Call: ...
-    @property
-    def matched_stop(self) -> str | None: ...
-    def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None) -> None: ...
+    def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None) -> bool: ...
     def end(self, complete: inference_pb2.Complete) -> None: ...
 
 
@@ -172,7 +170,7 @@ class Dispatcher:
     def receive(self, link: NodeLink, event: fleet_pb2.NodeEvent) -> None:
         """Handle an event of a node. Events of a lost node are ignored."""
         node, now = link.node, time.monotonic()
-        if node not in self._registry:
+        if node not in self._links:
             return
         if event.HasField("heartbeat"):
             self._heartbeat(node, event.heartbeat, now)
@@ -478,10 +476,10 @@ class Dispatcher:
         if answer is None:
             return []
         try:
-            answer.add(tokens, num_cached_tokens)
-        except RequestError as slow_prefill_node:
-            return self._fail(answer.generation, slow_prefill_node)
-        if answer.matched_stop is None:
+            has_stopped = answer.add(tokens, num_cached_tokens)
+        except RequestError as slow_client:
+            return self._fail(answer.generation, slow_client)
+        if not has_stopped:
             return []
         return self._scheduler.finish(answer_id, inference_pb2.FINISH_REASON_STOP, time.monotonic())
 

@@ -4,13 +4,14 @@ import asyncio
 from typing import Any, Final
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from coordinator.api.statuses import failures_as_statuses, parse
+from coordinator.api.statuses import failures_as_statuses
 from coordinator.dispatcher import Dispatcher, NodeLink
 from protos import fleet_pb2
 from serving_core.errors import RequestError
 from serving_core.net.numbering import MessageLost, Numbering
-from serving_core.process.failpoints import reach
+from serving_core.process import failpoints
 from serving_core.reasons import DEADLINE_EXCEEDED, MALFORMED_REQUEST, WORKER_LOST
 from serving_core.tasks import first_to_end
 
@@ -59,15 +60,16 @@ class FleetService:
         while (event := await stream.read()) is not None:
             if event.HasField("hello"):
                 raise RequestError(MALFORMED_REQUEST, "hello came twice")
-            reach("on", event)
+            if failpoints.is_armed:
+                failpoints.reach("on", event)
             self._dispatcher.receive(link, event)
 
     async def _write_commands(self, link: NodeLink, stream: "_Stream") -> None:
         while True:
             command = await link.next()
-            reach("before", command)
+            failpoints.reach("before", command)
             await stream.write(command)
-            reach("after", command)
+            failpoints.reach("after", command)
 
 
 class _Stream:
@@ -83,7 +85,10 @@ class _Stream:
         message = await self._context.read()
         if message is grpc.aio.EOF:
             return None
-        event: fleet_pb2.NodeEvent = parse(fleet_pb2.NodeEvent.FromString, message)
+        try:
+            event = fleet_pb2.NodeEvent.FromString(message)
+        except DecodeError as error:
+            raise RequestError(MALFORMED_REQUEST, "an event is not a NodeEvent message") from error
         if event.WhichOneof("event") is None:
             raise RequestError(MALFORMED_REQUEST, "an event is empty or of an unknown kind")
         self._numbering.check(event)

@@ -38,5 +38,10 @@ async def write(context: Any, response: Any) -> None:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
             await context.write(response)
     except TimeoutError:
-        logger.warning("a client has read nothing for %g s", WRITE_TIMEOUT_S)
-        raise asyncio.CancelledError from None
+        raise client_stalled() from None
+
+
+def client_stalled() -> asyncio.CancelledError:
+    """Log that a client has read nothing for WRITE_TIMEOUT_S, and return the exception that ends its call."""
+    logger.warning("a client has read nothing for %g s", WRITE_TIMEOUT_S)
+    return asyncio.CancelledError()

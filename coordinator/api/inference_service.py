@@ -1,9 +1,10 @@
 """Serve the public gRPC service Inference."""
 
+import asyncio
 import secrets
 from typing import Any, Protocol
 
-from coordinator.api.exchange import write
+from coordinator.api import exchange
 from coordinator.api.preprocess import Call, Preprocessor
 from coordinator.api.unknown_fields import WARNING_HEADER, unknown_in_message
 from coordinator.traces.carrier import CARRIER, carrier_of
@@ -39,7 +40,11 @@ class InferenceService:
         async with self._preprocessor.answer(request, context.time_remaining()) as call:
             await context.send_initial_metadata(self._terms(request.model, call))
             while (response := await call.generation.next()) is not None:
-                await write(context, response)
+                try:  # as exchange.write does, without a call for each token
+                    async with asyncio.timeout(exchange.WRITE_TIMEOUT_S):
+                        await context.write(response)
+                except TimeoutError:
+                    raise exchange.client_stalled() from None
 
     def _terms(self, model: str, call: Call) -> tuple[tuple[str, str | bytes], ...]:
         """Return the initial metadata that a client needs to resume the outputs at another server."""

@@ -83,7 +83,7 @@ class Timeline:
         self.phase = Phase.PREFILL_QUEUE
         self._start_s = self._entered_s = start_s
         self._first_token_s = first_token_s
-        self._last_token_s = start_s
+        self.last_token_s = start_s
         self._seconds = dict.fromkeys(Phase, 0.0)
         self._marks = [Mark(start_s, self.phase)]
         self._num_attempts = 0
@@ -140,13 +140,13 @@ class Timeline:
     def tpot_s(self, num_tokens: int) -> float:
         """Return the mean time per token after the first, of `num_tokens` tokens; 0 with fewer than two."""
         first_s = self._first_token_s
-        return (self._last_token_s - first_s) / (num_tokens - 1) if first_s is not None and num_tokens > 1 else 0.0
+        return (self.last_token_s - first_s) / (num_tokens - 1) if first_s is not None and num_tokens > 1 else 0.0
 
     def tokens(self, now: float) -> float:
         """Record tokens that came now. Return the seconds since the tokens before, or since the start."""
         if self._first_token_s is None:
             self._first_token_s = now
-        gap_s, self._last_token_s = now - self._last_token_s, now
+        gap_s, self.last_token_s = now - self.last_token_s, now
         return gap_s
 
     def to_wire(self, now: float, **others: Any) -> inference_pb2.Timeline:

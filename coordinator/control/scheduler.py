@@ -314,13 +314,14 @@ class Scheduler:
             if request is None:
                 continue
             if request.state is _DECODING and not (token.finish_reason or token.num_proposed):
-                # The usual case, as `_decoded` would handle it.
-                attempt, output = request.attempt, request.output
+                # The usual case, as `_decoded` would handle it, without a call for each of its parts.
+                attempt, output, timeline = request.attempt, request.output, request.timeline
                 is_current = attempt.epoch == about.epoch and attempt.decode is node
                 if is_current and token.index == len(output) and not attempt.early:
                     output.append(token.token_id)
                     metrics.num_generated_tokens += 1
-                    metrics.itl.observe(request.timeline.tokens(now))
+                    metrics.itl.observe(now - timeline.last_token_s)
+                    timeline.last_token_s = now
                     self._ledger.tokens_came(about.request_id, node, 1)
                     instructions.append(Emit(about.request_id, [token]))
                     continue
@@ -379,13 +380,13 @@ class Scheduler:
                 instructions += self._finish(request, too_late(request), now)
             elif request.state is State.WAITING_FOR_NODES:
                 waiting.append(request)
-            elif request.is_on_nodes:
+            elif request.state in ON_NODES:
                 instructions += self._handle(request, "tick", request.attempt.prefill, None, now)
         instructions += self._place_waiting(waiting, now)
         return instructions + self._start_deferred(now) + self._relocate(now)
 
     def _on_nodes(self) -> list[Request]:
-        return [request for request in self._requests.values() if request.is_on_nodes]
+        return [request for request in self._requests.values() if request.state in ON_NODES]
 
     # ---- placement ----
 

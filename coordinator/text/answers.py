@@ -124,13 +124,13 @@ class Answer:
         """Number of tokens of the output."""
         return self._text.num_tokens
 
-    def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None = None) -> None:
-        """Add the next tokens; tokens after a stop string are dropped.
+    def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None = None) -> bool:
+        """Add the next tokens, and return whether a stop string has ended the output; later tokens are dropped.
 
         `num_cached_tokens` of the prompt comes with the first tokens. Raises RequestError for a slow reader.
         """
         if self.matched_stop is not None:
-            return
+            return True
         first_token_index, text = self._text.num_tokens, ""
         token_ids: list[int] = []
         logprobs: list[inference_pb2.TokenLogprobs] = []
@@ -152,6 +152,7 @@ class Answer:
             cached_tokens=num_cached_tokens,
         )
         self.generation.push_chunk(self._index, chunk)
+        return self.matched_stop is not None
 
     def end(self, complete: inference_pb2.Complete) -> None:
         """Send the held-back text, then the end. A matched stop string overrides the finish reason of the node."""

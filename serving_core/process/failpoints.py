@@ -10,6 +10,7 @@ from typing import Any, Final
 
 ENVIRONMENT: Final = "SPLITSERVE_FAILPOINTS"
 
+is_armed = False  # whether `reach` does anything: for callers that pass a point with each message
 _act: Callable[[str, Any], None] | None = None
 
 
@@ -21,8 +22,8 @@ def reach(point: str, message: Any = None) -> None:
 
 def arm() -> None:
     """Arm the failpoints that the environment names. Raises SettingsError for unknown words."""
-    global _act
+    global _act, is_armed
     if text := os.environ.get(ENVIRONMENT):
         from serving_core.process.failpoint_actions import Failpoints
 
-        _act = Failpoints(text, ENVIRONMENT).act
+        _act, is_armed = Failpoints(text, ENVIRONMENT).act, True
