@@ -1,7 +1,7 @@
 """Limit the connections of each port and choose the connections to close. Performs no I/O."""
 
 import ipaddress
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
@@ -25,6 +25,9 @@ class Connections(Generic[C]):
 
     def __len__(self) -> int:
         return len(self._peers)
+
+    def __iter__(self) -> Iterator[C]:
+        return iter(self._peers)
 
     def add(self, connection: C, peer: str) -> C | None:
         """Add a new connection as idle and return the connection to close for it, which is removed already, or None.

@@ -7,7 +7,7 @@ from starlette.types import Scope, Send
 
 from serving_core.json_fields import json_line
 
-BREAK_OFF: Final = "break_off"  # key in the state of a call's scope: ends the response as incomplete
+CONNECTION: Final = "connection"  # key of the call's connection in the state of its scope
 DONE: Final = b"data: [DONE]\n\n"
 HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -47,7 +47,7 @@ class EventStream:
         The last chunk is missing, so that a client that ignores the events does not take the response for a whole one.
         """
         await self.write(events)
-        self._scope["state"][BREAK_OFF]()
+        self._scope["state"][CONNECTION].break_off()
 
     async def end(self) -> None:
         """End a whole response."""

@@ -239,3 +239,78 @@ def test_a_crowd_from_one_address_does_not_shut_out_another():
                 assert await answer(reader) == b"HTTP/1.1 204 No Content"
 
     asyncio.run(scenario())
+
+
+# ---- requests that uvicorn's parser would take ----
+
+
+async def read_all(scope, receive, send):
+    """Answer once the body is there; /early answers before."""
+    while scope["path"] != "/early" and (await receive()).get("more_body"):
+        pass
+    await empty(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    ("sent", "statuses"),
+    [
+        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\na: b\r\n\r\n", [b"204"]),
+        (
+            b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 1_000_000 + REQUEST,
+            [b"204", b"204"],
+        ),
+    ],
+    ids=["a trailer", "a body that nobody reads"],
+)
+def test_what_is_sent_is_answered_and_the_connection_goes_on(sent, statuses):
+    async def scenario():
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            serving_app(read_all, max_connections=3, max_per_peer=3) as port,
+            connected(port) as (reader, writer),
+        ):
+            writer.write(sent)
+            for status in statuses:
+                assert (await answer(reader)).split()[1] == status
+
+    asyncio.run(scenario())
+
+
+def test_who_offers_another_protocol_is_answered_and_may_ask_again():
+    async def scenario():
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            serving_app(empty, max_connections=3, max_per_peer=3) as port,
+            connected(port) as (reader, writer),
+        ):
+            for headers in (b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n", b"\r\n"):
+                writer.write(REQUEST[:-2] + headers)
+                assert await answer(reader) == b"HTTP/1.1 204 No Content"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",
+        b"POST /early HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\n",
+    ],
+    ids=["trailers", "trailers that nobody waits for", "headers of a second request"],
+)
+def test_fields_without_end_end_the_connection(sent):
+    async def scenario():
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            serving_app(read_all, max_connections=3, max_per_peer=3) as port,
+            connected(port) as (reader, writer),
+        ):
+            writer.write(sent)
+            with contextlib.suppress(ConnectionError):
+                while not reader.at_eof():
+                    writer.write(b"a: b\r\n" * 1000)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+
+    asyncio.run(scenario())
