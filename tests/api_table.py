@@ -54,6 +54,8 @@ ABOUT_ROUTES: Final = {
     "/ping": "as `/health`",
     "/invocations": "for Amazon SageMaker: a chat where the body has `messages`, else a completion, or embeddings",
     "/version": "`version`",
+    "/openapi.json": "these routes and their fields as an OpenAPI document",
+    "/docs": "the same as a page",
     "/metrics": "[metrics](metrics.md) for Prometheus",
     "/": "leads a browser, which asks for HTML, to the page; 404 for all others",
     "/ui": "[the page](watching.md#live-in-a-browser)",
@@ -93,7 +95,7 @@ def routes() -> list[Route]:
     nothing: Any = None
     page = object.__new__(Page)
     page._files = dict.fromkeys(OPEN_PATHS, b"")
-    return [*Endpoints(nothing, nothing, nothing).routes(), *page.routes()]
+    return [*Endpoints(nothing, nothing, nothing).described(), *page.routes()]
 
 
 def route_table() -> list[str]:

@@ -1,30 +1,27 @@
 """The table of fields in docs/fields.md: `python -m tests.field_table` writes it anew."""
 
-import json
+from collections import defaultdict
 from typing import Final
 
-from coordinator.api.http.known_fields import ENDPOINTS, KNOWN, Fate, KnownField
+from coordinator.api.http.models import ENDPOINTS
+from coordinator.api.http.openapi import field_rows
 from tests.doc_table import DOCS, page_with
 
 PAGE: Final = DOCS / "fields.md"
+SHORT: Final = {"/v1/chat/completions": "chat"}
 
 
 def table() -> str:
     """The part of the page between the marks."""
-    lines = ["| field | at | |", "|---|---|---|"]
-    for known in sorted(KNOWN, key=lambda known: (known.name, known.endpoints)):
-        places = [name for name in ENDPOINTS if name in known.endpoints]
-        lines.append(f"| `{known.name}` | {', '.join(places)} | {_what_becomes_of(known)} |")
+    places = defaultdict[tuple[str, str, str], list[str]](list)
+    for path, model in ENDPOINTS.items():
+        for row in field_rows(model.model_json_schema()):
+            places[row].append(SHORT.get(path, path.rpartition("/")[2]))
+    lines = ["| field | at | type | |", "|---|---|---|---|"]
+    for name, kind, about in sorted(places, key=lambda row: (row[0], places[row])):
+        cells = (f"`{name}`", ", ".join(places[name, kind, about]), kind.replace("#/$defs/", ""), about)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _what_becomes_of(known: KnownField) -> str:
-    said = known.fate.value
-    if known.fate is Fate.REFUSED:
-        harmless = [f"`{json.dumps(value)}`" for value in known.harmless]
-        harmless += [f"`{known.same_as}`"] if known.same_as else []
-        said += f" unless {' or '.join(harmless)}" if harmless else ""
-    return f"{said}: {known.about}" if known.about else said
 
 
 def page() -> str:

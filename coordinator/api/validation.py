@@ -51,7 +51,7 @@ _COUNTS: Final = {
     "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
 }
 _CHAT_CHARS: Final = {"tools_json": 2**20, "template_kwargs_json": MAX_TEMPLATE_KWARGS_CHARS}
-_RANGES: Final = {
+RANGES: Final = {
     "temperature": (0.0, 100.0),
     "top_p": (1e-6, 1.0),
     "min_p": (0.0, 1.0),
@@ -238,7 +238,7 @@ def check_count(field: str, count: int, limit: int) -> None:
 
 def check_number(name: str, value: float) -> None:
     """Raise RequestError for a temperature, probability or penalty that is out of range."""
-    low, high = _RANGES[name]
+    low, high = RANGES[name]
     if not low <= value <= high:  # refuses NaN too
         raise bad(name, f"must be within [{low:g}, {high:g}], not {value:g}")
 
@@ -282,7 +282,7 @@ def _sampling(params: inference_pb2.SamplingParams, max_tokens: int, limits: Lim
     check_token_ids("stop_token_ids", params.stop_token_ids, limits)
     top_k = _integer(params, "top_k", 0, -1, 2**31 - 1)
     min_tokens = _integer(params, "min_tokens", 0, 0, max_tokens)
-    sampling = {name: _number(params, name) for name in _RANGES if params.HasField(name)}
+    sampling = {name: _number(params, name) for name in RANGES if params.HasField(name)}
     if sampling.get("temperature", MIN_TEMPERATURE) < MIN_TEMPERATURE:
         sampling["temperature"] = 0.0
     return sampling | {

@@ -18,12 +18,27 @@ from starlette.exceptions import HTTPException
 
 from coordinator.api.authentication import BearerSecrets
 from coordinator.api.http.anthropic_messages import MessagesCall
-from coordinator.api.http.embeddings import parse_embeddings
-from coordinator.api.http.fields import MAX_BODY_BYTES, gunzipped, read_fields
+from coordinator.api.http.body import MAX_BODY_BYTES, gunzipped, json_object
+from coordinator.api.http.fields import RequestModel
+from coordinator.api.http.models import (
+    BatchRequest,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    Generating,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 from coordinator.api.http.openai_responses import ResponsesCall
-from coordinator.api.http.requests import parse_batch, parse_chat, parse_completion
-from coordinator.api.http.slo import set_limits
-from coordinator.api.http.tokenizing import parse_tokenize
+from coordinator.api.http.requests import (
+    embed_requests,
+    parse_batch,
+    parse_chat,
+    parse_completion,
+    parse_tokenize,
+    set_limits,
+)
 from coordinator.api.preprocess import check_counts, read_so_far
 from coordinator.api.prompts import check_truncation, cut
 from coordinator.api.unknown_fields import check_num_fields, unknown_in_message
@@ -191,13 +206,14 @@ def generate_request(data: bytes) -> None:
     assert len(so_far) == len(plan.samplings) <= 16
 
 
-def _body(parse: Callable[[Any], Any]) -> Callable[[bytes], None]:
+def _body(model: type[RequestModel], parse: Callable[[Any], Any]) -> Callable[[bytes], None]:
     def read(data: bytes) -> None:
-        fields = read_fields(data)
-        asked = parse(fields)
+        request = model.read(json_object(data))
+        asked = parse(request)
         headers = {} if data.startswith(b"{") else {"x-slo-ttft-ms": data[:8].decode("latin-1")}
-        set_limits(getattr(asked, "requests", ()), fields, headers)
-        fields.unread()
+        if isinstance(request, Generating):
+            set_limits(asked.requests, request, headers)
+        request.unknown_fields()
 
     return read
 
@@ -216,37 +232,37 @@ def batch_file(data: bytes) -> None:
 
 @refuses(RequestError)
 def completion_body(data: bytes) -> None:
-    _body(lambda fields: parse_completion(fields, "r"))(data)
+    _body(CompletionRequest, lambda request: parse_completion(request, "r"))(data)
 
 
 @refuses(RequestError)
 def chat_body(data: bytes) -> None:
-    _body(lambda fields: parse_chat(fields, "r", AnswerFormat("hermes")))(data)
+    _body(ChatRequest, lambda request: parse_chat(request, "r", AnswerFormat("hermes")))(data)
 
 
 @refuses(RequestError)
 def responses_body(data: bytes) -> None:
-    _body(lambda fields: ResponsesCall().parse(fields, "r", AnswerFormat("hermes")))(data)
+    _body(ResponsesRequest, lambda request: ResponsesCall().parse(request, "r", AnswerFormat("hermes")))(data)
 
 
 @refuses(RequestError)
 def messages_body(data: bytes) -> None:
-    _body(lambda fields: MessagesCall().parse(fields, "r", AnswerFormat("hermes")))(data)
+    _body(MessagesRequest, lambda request: MessagesCall().parse(request, "r", AnswerFormat("hermes")))(data)
 
 
 @refuses(RequestError)
 def batch_body(data: bytes) -> None:
-    _body(lambda fields: parse_batch(fields, "r", AnswerFormat("hermes")))(data)
+    _body(BatchRequest, lambda request: parse_batch(request, "r", AnswerFormat("hermes")))(data)
 
 
 @refuses(RequestError)
 def embeddings_body(data: bytes) -> None:
-    parse_embeddings(read_fields(data), "r")
+    _body(EmbeddingsRequest, lambda request: embed_requests(request, "r"))(data)
 
 
 @refuses(RequestError)
 def tokenize_body(data: bytes) -> None:
-    _body(parse_tokenize)(data)
+    _body(TokenizeRequest, parse_tokenize)(data)
 
 
 @refuses()

@@ -28,7 +28,8 @@ from serving_core.reasons import QUEUE_FULL, UNAUTHENTICATED
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER: Final = "x-request-id"
-OPEN_PATHS: Final = ("/health", "/ready", "/ping", ROOT_PATH, *PAGE_PATHS)
+OPENAPI_PATH, DOCS_PATH = "/openapi.json", "/docs"
+OPEN_PATHS: Final = ("/health", "/ready", "/ping", OPENAPI_PATH, DOCS_PATH, ROOT_PATH, *PAGE_PATHS)
 _OWN_HOST: Final = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 

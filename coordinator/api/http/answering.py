@@ -99,7 +99,7 @@ class Answering:
         extras = self._form.envelope_extras(answers[0].prompt) | self._form.envelope_scores(answers[0].scores)
         return written(self._envelope.whole(choices, usage, **extras))
 
-    async def _fold(self, calls: Sequence[Call], translation: Translation) -> Response:
+    async def _fold(self, calls: Sequence[Call], translation: Translation[Any]) -> Response:
         """Return the response that the events of a stream add up to."""
         async with aclosing(self._events(calls, translation.read)) as told:
             async for _ in told:

@@ -1,30 +1,30 @@
 """Translate Anthropic's /v1/messages to and from chat completions. Performs no I/O."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from coordinator.api.http import sse
 from coordinator.api.http.api_adapters import ChatBody, Object, Translation, content_of, num_cached
-from coordinator.api.http.conversations import (
-    ASSISTANT,
-    messages_in,
-    object_of,
-    text_of,
-    thought_of,
-)
 from coordinator.api.http.errors import anthropic_error_object
-from coordinator.api.http.fields import Fields, shown
-from coordinator.api.http.known_fields import MESSAGES, settle
-from coordinator.api.http.tools import MAX_TOOLS
-from coordinator.api.validation import MAX_PARTS
+from coordinator.api.http.models import (
+    ASSISTANT,
+    AnthropicText,
+    AssistantBlock,
+    AssistantTurn,
+    Block,
+    MessagesRequest,
+    TextSource,
+    ThinkingPart,
+    ToolResult,
+    ToolUse,
+    UserBlock,
+)
+from coordinator.api.http.tools import object_of
 from coordinator.text.calls.reader import Kind
 from serving_core.errors import RequestError
 
-SYSTEM: Final = "system"
-ROLES: Final = ("user", ASSISTANT, SYSTEM)
 TEXT: Final = "text"
 
-_OF_TOOLS: Final = ("cache_control", "eager_input_streaming", "input_examples")
 _PLACES: Final = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
@@ -36,8 +36,10 @@ _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls"
 _BLOCKS: Final = {Kind.TEXT: TEXT, Kind.REASONING: "thinking"}
 
 
-class MessagesCall(Translation):
+class MessagesCall(Translation[MessagesRequest]):
     """One call of /v1/messages. The parts of an output are the content blocks of its message."""
+
+    places = _PLACES
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,15 +47,14 @@ class MessagesCall(Translation):
 
     # ---- request ----
 
-    def _body(self, fields: Fields) -> ChatBody:
-        settle(fields, MESSAGES)
-        body = ChatBody(fields, _PLACES)
-        if system := _texts(fields, "system"):
-            body.add_message("system", SYSTEM, content=content_of(system))
-        _read_messages(fields, body)
-        body.take(fields, max_tokens="max_tokens", stop="stop_sequences")
-        _read_tools(fields, body)
-        _read_thinking(fields, body)
+    def _body(self, request: MessagesRequest) -> ChatBody:
+        body = ChatBody(request)
+        if system := _texts(request.system):
+            body.add_message("system", content=content_of(system))
+        _add_messages(request, body)
+        body.values |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences}
+        _set_tools(request, body)
+        _set_thinking(request, body)
         return body
 
     # ---- response ----
@@ -116,139 +117,89 @@ class MessagesCall(Translation):
         return {"type": f"content_block_{name}", "index": len(self._blocks) - 1, **others}
 
 
-def _read_messages(fields: Fields, body: ChatBody) -> None:
-    for message in messages_in(fields):
-        role = message.text("role") or ""
-        if role not in ROLES:
-            raise message.error("role", f"one of {', '.join(ROLES)}")
-        content = message.raw("content")
-        if content == [] and role != ASSISTANT:
-            raise message.error("content", "a text, or at least one block")
-        if not isinstance(content, list):
-            body.add_message(message.place, role, content=_required_text(message, "content"))
-        elif role == ASSISTANT:
-            _add_answer(message, body)
+def _add_messages(request: MessagesRequest, body: ChatBody) -> None:
+    for turn in request.messages:
+        if isinstance(turn.content, str):
+            body.add_message(turn.role, content=turn.content)
+        elif isinstance(turn, AssistantTurn):
+            _add_output(turn.content, body)
         else:
-            _add_question(message, role, body)
+            _add_input(turn.role, turn.content, body)
     last = body.messages[-1]
     if last["role"] == ASSISTANT and "tool_calls" not in last:  # the client has begun the output
         body.values["continue_final_message"] = True
 
 
-def _add_answer(message: Fields, body: ChatBody) -> None:
+def _add_output(blocks: Sequence[AssistantBlock], body: ChatBody) -> None:
     """Add an assistant turn as one message with thoughts, text and tool calls."""
-    said = body.add_message(message.place, ASSISTANT)
-    texts: dict[str, list[str]] = {}
-    for block in message.objects("content", MAX_PARTS):
-        match block.text("type"):
-            case "thinking":
-                texts.setdefault("reasoning_content", []).append(thought_of(block))
-            case "redacted_thinking":
-                block.raw("data")  # encrypted for its own server
-            case "tool_use":
-                for name in ("cache_control", "caller"):
-                    block.raw(name)
-                if not isinstance(given := block.raw("input"), dict):
-                    raise block.error("input", "an object")
-                body.add_call(block.place, block.text("id"), block.raw("name"), arguments=given, named="input")
-            case _:
-                texts.setdefault("content", []).append(text_of(block, (TEXT,)))
-    if spoken := texts.pop("content", []):
-        said["content"] = content_of(spoken)
-    said |= {name: "\n".join(parts) for name, parts in texts.items()}
+    message = body.add_message(ASSISTANT)
+    texts = [block.text for block in blocks if isinstance(block, AnthropicText)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingPart)]
+    if texts:
+        message["content"] = content_of(texts)
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    for block in blocks:
+        if isinstance(block, ToolUse):
+            body.add_call(block.id, block.name, block.input)
 
 
-def _add_question(message: Fields, role: str, body: ChatBody) -> None:
+def _add_input(role: str, blocks: Sequence[UserBlock], body: ChatBody) -> None:
     """Add a user or system turn; each tool result is a message of its own."""
     texts: list[str] = []
-    for block in message.objects("content", MAX_PARTS):
-        if block.text("type") == "tool_result":
-            block.raw("cache_control")
-            content = "\n".join(_texts(block, "content"))
-            told = f"Error: {content}" if block.boolean("is_error") else content
-            body.add_message(block.place, "tool", tool_call_id=block.text("tool_use_id"), content=told)
+    for block in blocks:
+        if isinstance(block, ToolResult):
+            content = "\n".join(_texts(block.content))
+            body.add_message(
+                "tool", tool_call_id=block.tool_use_id, content=f"Error: {content}" if block.is_error else content
+            )
         else:
-            texts.append(_read(block))
+            texts.append(_text(block))
     if texts:
-        body.add_message(message.place, role, content=content_of(texts))
+        body.add_message(role, content=content_of(texts))
 
 
-def _read_tools(fields: Fields, body: ChatBody) -> None:
-    for tool in fields.objects("tools", MAX_TOOLS):
-        if (kind := tool.text("type")) not in (None, "custom"):
-            raise tool.problem("type", f"({shown(kind)}) is not supported: it must be custom")
-        for name in _OF_TOOLS:
-            tool.raw(name)
+def _set_tools(request: MessagesRequest, body: ChatBody) -> None:
+    for tool in request.given("tools") or ():
         body.add_tool(tool, parameters="input_schema")
-    if (choice := fields.nested("tool_choice")) is None:
+    if (choice := request.tool_choice) is None:
         return
-    if choice.boolean("disable_parallel_tool_use"):
+    if choice.disable_parallel_tool_use:
         body.values["parallel_tool_calls"] = False
-    kind = choice.text("type") or ""
-    if kind == "tool":
-        body.force_tool(choice)
-    elif kind in _CHOICES:
-        body.values["tool_choice"] = _CHOICES[kind]
+    if choice.type == "tool":
+        body.force_tool(choice.name)
     else:
-        raise choice.error("type", f"tool or one of {', '.join(_CHOICES)}")
+        body.values["tool_choice"] = _CHOICES[choice.type]
 
 
-def _read_thinking(fields: Fields, body: ChatBody) -> None:
-    """Read how much the model may think, and the format of its output."""
-    kwargs = fields.raw("chat_template_kwargs")
-    if (thinking := fields.nested("thinking")) is not None:
-        kind = thinking.text("type")
-        if kind not in ("enabled", "disabled", "adaptive"):
-            raise thinking.error("type", "enabled, disabled or adaptive")
-        for name in ("budget_tokens", "display"):  # budget_tokens is a target in this API, not a limit
-            thinking.raw(name)
-        if isinstance(kwargs, dict | None):
-            kwargs = {"enable_thinking": kind != "disabled", **(kwargs or {})}
-    config = fields.nested("output_config") or Fields({})
-    body.values |= {"reasoning_effort": config.text("effort"), "chat_template_kwargs": kwargs}
-    if (form := config.nested("format")) is not None:
-        if (kind := form.text("type")) != "json_schema":
-            raise form.problem("type", f"({shown(kind)}) is not supported: it must be json_schema")
-        body.values["response_format"] = {"type": kind, "json_schema": {"schema": form.raw("schema")}}
+def _set_thinking(request: MessagesRequest, body: ChatBody) -> None:
+    """Set how much the model may think, and the format of its output."""
+    if request.thinking is not None:
+        thinks = {"enable_thinking": request.thinking.type != "disabled"}
+        body.values["chat_template_kwargs"] = {**thinks, **(request.chat_template_kwargs or {})}
+    if (config := request.output_config) is not None:
+        body.values["reasoning_effort"] = config.effort
+        if config.format is not None:
+            body.values["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"schema": config.format.json_schema},
+            }
 
 
-def _required_text(fields: Fields, name: str) -> str:
-    text = fields.text(name)
-    if text is None:
-        raise fields.error(name, "a string or a list of blocks")
-    return text
+def _texts(content: str | Sequence[Block] | None) -> list[str]:
+    """Return a string, or the texts of a list of blocks; an empty list without any."""
+    if isinstance(content, str):
+        return [content] if content else []
+    return [_text(block) for block in content or ()]
 
 
-def _texts(fields: Fields, name: str) -> list[str]:
-    """Return a string, or the texts of a list of blocks; an empty list when the field is missing or empty."""
-    if isinstance(fields.raw(name), list):
-        return [_read(block) for block in fields.objects(name, MAX_PARTS)]
-    text = fields.text(name)
-    return [text] if text else []
-
-
-def _read(block: Fields) -> str:
-    """Return the text of a block, or of a plain-text document behind its title and context."""
-    if block.text("type") != "document":
-        return text_of(block, (TEXT,))
-    block.raw("cache_control")
-    if (block.nested("citations") or Fields({})).boolean("enabled"):
-        raise block.problem("citations", "are not supported: the answer is the model's words alone")
-    told = [block.text("title"), block.text("context"), _text_of_source(block)]
-    return "\n".join(filter(None, told))
-
-
-def _text_of_source(document: Fields) -> str:
-    if (source := document.nested("source")) is None:
-        raise document.error("source", "an object")
-    match kind := source.text("type"):
-        case "text":
-            if (media_type := source.text("media_type")) not in (None, "text/plain"):
-                raise source.problem("media_type", f"({shown(media_type)}) is not supported: it must be text/plain")
-            return _required_text(source, "data")
-        case "content":
-            return "\n".join(_texts(source, "content"))
-    raise source.problem("type", f"({shown(kind)}) is not supported: it must be text or content")
+def _text(block: Block) -> str:
+    """Return the text of a block, or of a document behind its title and context."""
+    if isinstance(block, AnthropicText):
+        return block.text
+    source = block.source
+    text = source.data if isinstance(source, TextSource) else "\n".join(_texts(source.content))
+    return "\n".join(filter(None, [block.title, block.context, text]))
 
 
 def _usage(usage: Object | None) -> Object:

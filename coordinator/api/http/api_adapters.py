@@ -7,21 +7,23 @@ completion's stream become the objects of the API, for a stream and for a whole 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from coordinator.api.http import sse
 from coordinator.api.http.errors import error_object, renamed
-from coordinator.api.http.fields import Fields
+from coordinator.api.http.models import ChatRequest, Generating
 from coordinator.api.http.requests import Asked, parse_chat
 from coordinator.text.answer_format import PLAIN, AnswerFormat
 from coordinator.text.calls.reader import Kind
 from serving_core.errors import RequestError
 
 Object = dict[str, Any]
+Q = TypeVar("Q", bound=Generating)
 
 # Fields that a chat completion has under the same name, vLLM's extensions included.
 _SAME: Final = (
     "cache_salt",
+    "chat_template_kwargs",
     "frequency_penalty",
     "ignore_eos",
     "include_reasoning",
@@ -68,47 +70,31 @@ class ApiAdapter:
 
 
 class ChatBody:
-    """Build the body of a chat completion.
+    """Build the body of a chat completion from a request of another API."""
 
-    `places` maps field paths of the completion to field paths of the API's own body, for error messages.
-    """
-
-    def __init__(self, fields: Fields, places: Mapping[str, str]) -> None:
-        self.values: Object = {name: value for name in _SAME if (value := fields.raw(name)) is not None}
+    def __init__(self, request: Generating) -> None:
         self.messages: list[Object] = []
+        self.values: Object = {name: value for name in _SAME if (value := request.given(name)) is not None}
         self.values["messages"] = self.messages
-        self.places = dict(places)
 
-    def take(self, fields: Fields, **names: str) -> None:
-        """Copy fields unchanged; `names` maps the completion's names to the API's names."""
-        self.values |= {ours: fields.raw(name) for ours, name in names.items() if name in fields}
-
-    def add_message(self, place: str, role: str, **fields: Any) -> Object:
-        self.places[f"messages[{len(self.messages)}]"] = place
+    def add_message(self, role: str, **fields: Any) -> Object:
         self.messages.append({"role": role, **fields})
         return self.messages[-1]
 
-    def add_call(self, place: str, call_id: str | None, name: Any, *, arguments: Any, named: str) -> None:
-        """Append a tool call to the last message; `named` is the API's name of the arguments field."""
+    def add_call(self, call_id: str | None, name: str, arguments: Any) -> None:
+        """Append a tool call to the last message."""
         calls = self.messages[-1].setdefault("tool_calls", [])
-        path = f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}].function"
-        self.places |= {path: place, f"{path}.arguments": f"{place}.{named}"}
         calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
-    def add_tool(self, tool: Fields, *, parameters: str) -> None:
+    def add_tool(self, tool: Object, *, parameters: str) -> None:
         """Append a function tool; `parameters` is the API's name of the parameters field."""
-        tools = self.values.setdefault("tools", [])
-        path = f"tools[{len(tools)}].function"
-        self.places |= {path: tool.place, f"{path}.parameters": f"{tool.place}.{parameters}"}
-        function = {name: tool.raw(name) for name in ("name", "description", "strict")}
-        function["parameters"] = tool.raw(parameters)
-        told = {name: value for name, value in function.items() if value is not None}
-        tools.append({"type": "function", "function": told})
+        names = {"name": "name", "description": "description", "strict": "strict", parameters: "parameters"}
+        function = {ours: tool[name] for name, ours in names.items() if tool.get(name) is not None}
+        self.values.setdefault("tools", []).append({"type": "function", "function": function})
 
-    def force_tool(self, choice: Fields) -> None:
+    def force_tool(self, name: str | None) -> None:
         """Require a call of one named tool."""
-        self.places["tool_choice.function"] = choice.place
-        self.values["tool_choice"] = {"type": "function", "function": {"name": choice.raw("name")}}
+        self.values["tool_choice"] = {"type": "function", "function": {"name": name}}
 
 
 def content_of(texts: Sequence[str]) -> str | list[Object]:
@@ -123,15 +109,17 @@ def num_cached(usage: Object) -> int:
     return found
 
 
-class Translation(ApiAdapter, ABC):
-    """Translate one call of another API.
+class Translation(ApiAdapter, ABC, Generic[Q]):
+    """Translate one call of another API, whose requests are Q.
 
     The output comes in parts (thoughts, texts, tool calls). Each part is opened, extended and closed before the next
     part.
     """
 
+    places: Mapping[str, str] = {}
+    """Field paths of the API by those of a chat completion, for error messages."""
+
     def __init__(self) -> None:
-        self._places: Mapping[str, str] = {}
         self._completion: Object = {}  # its last event
         self._usage: Object | None = None
         self._last: Object | None = None  # the choice with the finish reason
@@ -140,18 +128,17 @@ class Translation(ApiAdapter, ABC):
         self._texts: list[str] = []  # of the open part
         self._scores: list[Object] = []  # logprobs of the open part
 
-    def parse(self, fields: Fields, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
-        """Parse a call of the API. Raises RequestError."""
-        body = self._body(fields)
-        self._places = body.places
+    def parse(self, request: Q, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
+        """Convert a call of the API. Raises RequestError."""
         try:
-            asked = parse_chat(Fields(body.values), request_id, answer_format)
+            chat = ChatRequest.read(self._body(request).values)
+            asked = parse_chat(chat, request_id, answer_format)
         except RequestError as error:
             raise self.named(error) from error
         return replace(asked, include_usage=True, continuous_usage=True, scores_content=True)
 
     def named(self, error: RequestError) -> RequestError:
-        return renamed(error, self._places)
+        return renamed(error, self.places)
 
     def read(self, event: Object) -> None:
         """Take one completion event for a whole response."""
@@ -213,7 +200,7 @@ class Translation(ApiAdapter, ABC):
         return str(self._completion["id"]).removeprefix("chatcmpl-")
 
     @abstractmethod
-    def _body(self, fields: Fields) -> ChatBody:
+    def _body(self, request: Q) -> ChatBody:
         """Return the body of the equivalent chat completion. Raises RequestError."""
 
     @abstractmethod

@@ -2,8 +2,9 @@
 
 import asyncio
 import importlib.metadata
+import json
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -19,36 +20,54 @@ from starlette.types import ASGIApp
 
 from coordinator.api.authentication import ASKER, BearerSecrets
 from coordinator.api.exposition import CONTENT_TYPE
-from coordinator.api.http.access import REQUEST_ID_HEADER, Access, request_id_for
+from coordinator.api.http import openapi
+from coordinator.api.http.access import DOCS_PATH, OPENAPI_PATH, REQUEST_ID_HEADER, Access, request_id_for
 from coordinator.api.http.answering import Answering, unless_gone
 from coordinator.api.http.anthropic_messages import MessagesCall
 from coordinator.api.http.api_adapters import ApiAdapter, Translation
+from coordinator.api.http.body import read_json
 from coordinator.api.http.counting import CountCall, Counting
-from coordinator.api.http.embeddings import AskedEmbeddings, check_size, embed_all, parse_embeddings, response_body
+from coordinator.api.http.embeddings import FLOAT, check_size, embed_all, response_body
 from coordinator.api.http.errors import ANTHROPIC_PATH, on_http_exception, on_request_error, renamed
-from coordinator.api.http.fields import Fields, read_json
+from coordinator.api.http.fields import RequestModel
+from coordinator.api.http.models import (
+    ENDPOINTS,
+    BatchRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    Generating,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 from coordinator.api.http.openai_responses import ResponsesCall
 from coordinator.api.http.page import Page
 from coordinator.api.http.requests import (
     CHAT_NAMES,
     Asked,
+    embed_requests,
     parse_batch,
     parse_chat,
     parse_completion,
+    parse_tokenize,
+    set_limits,
 )
 from coordinator.api.http.responses import ChatForm, CompletionForm, Form
-from coordinator.api.http.slo import set_limits
-from coordinator.api.http.tokenizing import Tokenizing, parse_detokenize, parse_tokenize
 from coordinator.api.preprocess import Preprocessor
 from coordinator.api.prompts import tokenize, within
-from coordinator.api.validation import bad, check_chat, check_token_ids
+from coordinator.api.validation import bad, check_chat, check_count, check_token_ids
 from coordinator.control.request_log import CallRecord
+from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.tokenizer import TokenLimit
-from protos.inference_pb2 import ChatInput, GenerateRequest
+from protos.inference_pb2 import ChatInput, EmbedRequest, GenerateRequest
 from serving_core.errors import RequestError
 from serving_core.process.telemetry import CURRENT_REQUEST
 from serving_core.reasons import MODEL_NOT_FOUND
 
+B = TypeVar("B", bound=RequestModel)
+Q = TypeVar("Q", bound=Generating)
 R = TypeVar("R")
 
 OPENAI: Final = ApiAdapter()
@@ -92,54 +111,76 @@ class Endpoints:
             Route("/metrics", self.metrics),
         ]
 
+    def described(self) -> list[Route]:
+        """Return all routes, and those of their description."""
+        routes = self.routes()
+        told = openapi.document(routes)
+        document, page = json.dumps(told), openapi.page(told)
+
+        async def openapi_json(_: Request) -> Response:
+            return Response(document, media_type="application/json")
+
+        async def docs(_: Request) -> Response:
+            return Response(page, media_type="text/html", headers={"content-security-policy": "default-src 'none'"})
+
+        return [*routes, Route(OPENAPI_PATH, openapi_json), Route(DOCS_PATH, docs)]
+
     async def models(self, _: Request) -> Response:
+        """List the served names and the LoRA adapters."""
         return JSONResponse({"object": "list", "data": [self._model(name) for name in self._names]})
 
     async def model(self, request: Request) -> Response:
+        """Return one of the served names or LoRA adapters."""
         if (name := request.path_params["model"]) not in self._names:
             raise self._not_served(name)
         return JSONResponse(self._model(name))
 
     async def completions(self, request: Request) -> ASGIApp:
-        return await self._begin(request, parse_completion)
+        """Generate completions, streamed or whole."""
+        return await self._begin(request, CompletionRequest.read, parse_completion)
 
     async def chat_completions(self, request: Request) -> ASGIApp:
-        return await self._begin_chats(request, parse_chat)
+        """Generate chat completions, streamed or whole."""
+        return await self._begin(request, ChatRequest.read, partial(parse_chat, answer_format=self._answer_format))
 
     async def chat_batch(self, request: Request) -> ASGIApp:
-        return await self._begin_chats(request, parse_batch)
-
-    async def _begin_chats(self, request: Request, parse: Callable[..., Asked]) -> ASGIApp:
-        return await self._begin(request, partial(parse, answer_format=self._preprocessor.model.answer_format))
+        """Generate one chat completion for each of several conversations."""
+        return await self._begin(request, BatchRequest.read, partial(parse_batch, answer_format=self._answer_format))
 
     async def invocations(self, request: Request) -> ASGIApp:
         """Serve Amazon SageMaker's single path by the endpoint that the body's fields belong to."""
         if self._preprocessor.model.config.embedder is not None:
             return await self.embeddings(request)
 
-        def parse(fields: Fields, request_id: str) -> Asked:
-            if "messages" in fields:
-                return parse_chat(fields, request_id, self._preprocessor.model.answer_format)
-            return parse_completion(fields, request_id)
+        def read(values: dict[str, Any]) -> ChatRequest | CompletionRequest:
+            is_chat = values.get("messages") is not None
+            return ChatRequest.read(values) if is_chat else CompletionRequest.read(values)
 
-        return await self._begin(request, parse)
+        def parse(body: ChatRequest | CompletionRequest, request_id: str) -> Asked:
+            if isinstance(body, ChatRequest):
+                return parse_chat(body, request_id, self._answer_format)
+            return parse_completion(body, request_id)
+
+        return await self._begin(request, read, parse)
 
     async def responses(self, request: Request) -> ASGIApp:
-        return await self._translated(request, ResponsesCall())
+        """Generate a response of OpenAI's API of responses, streamed or whole."""
+        return await self._translated(request, ResponsesRequest.read, ResponsesCall())
 
     async def messages(self, request: Request) -> ASGIApp:
-        return await self._translated(request, MessagesCall())
+        """Generate a message of Anthropic's API, streamed or whole."""
+        return await self._translated(request, MessagesRequest.read, MessagesCall())
 
     async def count_tokens(self, request: Request) -> Response:
-        call, answer_format = MessagesCall(), self._preprocessor.model.answer_format
+        """Return the number of tokens that a call of /v1/messages would have."""
+        call, request_id = MessagesCall(), request_id_for(request.scope)
 
-        def parsed(fields: Fields) -> tuple[GenerateRequest, list[str]]:
-            [counted] = call.parse(fields, request_id_for(request.scope), answer_format).requests
-            return counted, fields.unread()
+        def parse(body: MessagesRequest) -> GenerateRequest:
+            [counted] = call.parse(body, request_id, self._answer_format).requests
+            return counted
 
-        counted, unread = await read_json(request, parsed)
+        counted = await self._read(request, MessagesRequest.read, parse)
         self._check_model(counted.model)
-        self._check_unread(request, unread)
         try:
             token_ids = await self._while_there(request, self._chat_token_ids(counted.chat))
         except RequestError as error:
@@ -147,38 +188,39 @@ class Endpoints:
         return JSONResponse({"input_tokens": len(token_ids)})
 
     async def embeddings(self, request: Request) -> Response:
+        """Return an embedding of each input."""
         given, drawn = request.headers.get(REQUEST_ID_HEADER), request_id_for(request.scope)
 
-        def parsed(fields: Fields) -> tuple[AskedEmbeddings, list[str]]:
-            in_body = fields.text("request_id")
-            return parse_embeddings(fields, given or in_body or drawn), fields.unread()
+        def parse(body: EmbeddingsRequest) -> tuple[Sequence[EmbedRequest], str]:
+            requests, encoding = embed_requests(body, given or body.request_id or drawn), body.encoding_format or FLOAT
+            size = body.dimensions or self._preprocessor.model.config.hidden_size
+            check_size(len(requests), size, encoding)
+            return requests, encoding
 
         with self._preprocessor.noting_refusal(CallRecord(given or drawn, ASKER.get())):
-            asked, unread = await read_json(request, parsed)
-            self._check_unread(request, unread)
-            check_size(asked, self._preprocessor.model.config.hidden_size)
-        embeddings = await unless_gone(request.receive, embed_all(self._preprocessor, asked))
-        name = self._preprocessor.model.name_in_answers(asked.model)
-        body = await asyncio.to_thread(response_body, embeddings, asked.encoding, name)
+            requests, encoding = await self._read(request, EmbeddingsRequest.read, parse)
+        embeddings = await unless_gone(request.receive, embed_all(self._preprocessor, requests))
+        name = self._preprocessor.model.name_in_answers(requests[0].model)
+        body = await asyncio.to_thread(response_body, embeddings, encoding, name)
         return Response(body, media_type="application/json")
 
     async def tokenize(self, request: Request) -> Response:
-        asked, unread = await read_json(request, lambda fields: (parse_tokenize(fields), fields.unread()))
-        self._check_model(asked.model)
-        self._check_unread(request, unread)
-        return JSONResponse(await self._while_there(request, self._tokenized(asked)))
+        """Return the tokens of a prompt or a conversation."""
+        body, text = await self._read(request, TokenizeRequest.read, lambda body: (body, parse_tokenize(body)))
+        self._check_model(body.model)
+        return JSONResponse(await self._while_there(request, self._tokenized(body, text)))
 
     async def detokenize(self, request: Request) -> Response:
-        most = self._most_listed()
-        asked, unread = await read_json(request, lambda fields: (parse_detokenize(fields, most), fields.unread()))
-        model, token_ids = asked
-        self._check_model(model)
-        self._check_unread(request, unread)
-        check_token_ids("tokens", token_ids, self._preprocessor.limits())
-        text = await self._while_there(request, self._preprocessor.model.tokenizer.decode(token_ids))
+        """Return the text of tokens."""
+        body = await self._read(request, DetokenizeRequest.read, lambda body: body)
+        check_count("tokens", len(body.tokens), self._most_listed())
+        self._check_model(body.model)
+        check_token_ids("tokens", body.tokens, self._preprocessor.limits())
+        text = await self._while_there(request, self._preprocessor.model.tokenizer.decode(body.tokens))
         return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, _: Request) -> Response:
+        """Return the tokenizer's configuration."""
         return Response(self._preprocessor.model.tokenizer.info_json, media_type="application/json")
 
     async def load(self, _: Request) -> Response:
@@ -197,37 +239,55 @@ class Endpoints:
         return JSONResponse({"ready": not why, **({"reason": why} if why else {})}, status_code=503 if why else 200)
 
     async def version(self, _: Request) -> Response:
+        """Return the server's version."""
         return JSONResponse({"version": importlib.metadata.version("splitserve")})
 
     async def metrics(self, _: Request) -> Response:
+        """Return the metrics for Prometheus."""
         return Response(await self._metrics(), headers={"content-type": CONTENT_TYPE})
 
-    async def _translated(self, request: Request, call: Translation) -> ASGIApp:
-        return await self._begin(
-            request, partial(call.parse, answer_format=self._preprocessor.model.answer_format), call
-        )
+    async def _translated(self, request: Request, read: Callable[[dict[str, Any]], Q], call: Translation[Q]) -> ASGIApp:
+        return await self._begin(request, read, partial(call.parse, answer_format=self._answer_format), call)
 
     async def _begin(
-        self, request: Request, parse: Callable[[Fields, str], Asked], api_adapter: ApiAdapter = OPENAI
+        self,
+        request: Request,
+        read: Callable[[dict[str, Any]], Q],
+        parse: Callable[[Q, str], Asked],
+        api_adapter: ApiAdapter = OPENAI,
     ) -> ASGIApp:
         given, drawn = request.headers.get(REQUEST_ID_HEADER), request_id_for(request.scope)
 
-        def parsed(fields: Fields) -> tuple[str, Asked, list[str]]:
-            in_body = fields.text("request_id")
-            request_id = given or in_body or drawn
-            asked = parse(fields, request_id)
-            names = {**asked.names, **set_limits(asked.requests, fields, request.headers)}
+        def parsed(body: Q) -> tuple[str, Asked]:
+            request_id = given or body.request_id or drawn
+            asked = parse(body, request_id)
+            names = {**asked.names, **set_limits(asked.requests, body, request.headers)}
             if given:
                 names["request_id"] = REQUEST_ID_HEADER
             if asked.offer is not None and asked.offer.schema:
                 names["json_schema"] = "tools"
-            return request_id, replace(asked, names=names), fields.unread()
+            return request_id, replace(asked, names=names)
 
         with self._preprocessor.noting_refusal(CallRecord(given or drawn, ASKER.get())):
-            request_id, asked, unread = await read_json(request, parsed)
+            request_id, asked = await self._read(request, read, parsed)
             CURRENT_REQUEST.set(request_id)
-            self._check_unread(request, unread)
         return Answering(self._preprocessor, self._form(asked), request_id, api_adapter)
+
+    async def _read(self, request: Request, read: Callable[[dict[str, Any]], B], parse: Callable[[B], R]) -> R:
+        """Return `parse` of the body, and set the warning for its unknown fields. Raises RequestError for an invalid
+        body, and for unknown fields when strict."""
+
+        def parsed(values: dict[str, Any]) -> tuple[R, list[str]]:
+            body = read(values)
+            return parse(body), body.unknown_fields()
+
+        result, unknown = await read_json(request, parsed)
+        request.scope["state"]["warning"] = self._preprocessor.unknown_fields.check(unknown)
+        return result
+
+    @property
+    def _answer_format(self) -> AnswerFormat:
+        return self._preprocessor.model.answer_format
 
     def _form(self, asked: Asked) -> Form:
         model = self._preprocessor.model
@@ -240,18 +300,18 @@ class Endpoints:
         async with within(self._preprocessor.request_timeout_s, "the result was"):
             return await unless_gone(request.receive, work)
 
-    async def _tokenized(self, asked: Tokenizing) -> dict[str, Any]:
-        token_ids = await self._token_ids(asked)
+    async def _tokenized(self, body: TokenizeRequest, text: ChatInput | str) -> dict[str, Any]:
+        adds_special_tokens = body.add_special_tokens is not False
+        token_ids = await self._token_ids(text, adds_special_tokens=adds_special_tokens)
         max_model_len = self._preprocessor.limits().max_model_len
-        texts = await self._preprocessor.model.tokenizer.tokens(token_ids) if asked.returns_texts else None
+        texts = await self._preprocessor.model.tokenizer.tokens(token_ids) if body.return_token_strs else None
         return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": texts}
 
-    async def _token_ids(self, asked: Tokenizing) -> list[int]:
-        if asked.chat is not None:
-            return await self._chat_token_ids(asked.chat)
+    async def _token_ids(self, text: ChatInput | str, *, adds_special_tokens: bool) -> list[int]:
+        if isinstance(text, ChatInput):
+            return await self._chat_token_ids(text)
         tokenizer, limit = self._preprocessor.model.tokenizer, self._listed_limit("prompt")
-        token_ids = await tokenizer.encode(asked.prompt, limit, add_special_tokens=asked.add_special_tokens)
-        return _listed(token_ids, limit)
+        return _listed(await tokenizer.encode(text, limit, add_special_tokens=adds_special_tokens), limit)
 
     async def _chat_token_ids(self, chat: ChatInput) -> list[int]:
         limit = self._listed_limit("messages")
@@ -268,10 +328,6 @@ class Endpoints:
 
     def _most_listed(self) -> int:
         return max(MAX_LISTED_TOKENS, self._preprocessor.limits().max_model_len)
-
-    def _check_unread(self, request: Request, unread: list[str]) -> None:
-        """Set the warning for unknown fields, or raise RequestError when strict."""
-        request.scope["state"]["warning"] = self._preprocessor.unknown_fields.check(unread)
 
     def _check_model(self, name: str | None) -> None:
         if name and name not in self._names:
@@ -324,7 +380,9 @@ def make_app(
     pages of `allowed_origins` may call the API and read its responses. With `page`, the application serves the page
     too.
     """
-    routes = Endpoints(preprocessor, is_serving, metrics).routes() + (page.routes() if page else [])
+    for model in ENDPOINTS.values():
+        model.model_rebuild()  # not in the first call
+    routes = Endpoints(preprocessor, is_serving, metrics).described() + (page.routes() if page else [])
     counting = Middleware(Counting, count_call=count_call, routes=routes)
     api_server = Middleware(
         Access,

@@ -1,208 +1,241 @@
-"""Read and check the fields of a JSON object from a client."""
+"""What the request models of the HTTP API are made of: their base class, kinds of fields, and errors.
 
-import asyncio
+A null counts as missing. A value has to have its JSON type: nothing is converted. Every fault of a body is named in one
+error, each with the field, the value and the limit.
+"""
+
 import json
-import math
-import re
-import zlib
-from collections.abc import Callable
-from http import HTTPStatus
-from typing import Any, Final, TypeGuard, TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Self
 
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from serving_core.errors import RequestError
-from serving_core.reasons import BAD_PARAM, MALFORMED_REQUEST
+from serving_core.reasons import BAD_PARAM
 
-INT32: Final = (-(2**31), 2**31 - 1)
-INT64: Final = (-(2**63), 2**63 - 1)
-UINT32: Final = (0, 2**32 - 1)
-TEXT: Final = "a string of valid Unicode"
-MAX_VALUES: Final = 2**18  # of a body: JSON parsing cannot be interrupted; so many take tens of milliseconds
-MAX_STRINGS: Final = 2**16
-INDEX: Final = re.compile(r"\[\d+\]")
+MAX_FAULTS: Final = 8  # named in one error
+MAX_FIELD_CHARS: Final = 200
 
 
-class Fields:
-    """Check the values of a JSON object as they are read.
+class Model(BaseModel):
+    """A JSON object. Unknown fields are kept apart, so that they can be reported."""
 
-    A null counts as missing, and a missing value is returned as None. A value of the wrong type raises RequestError
-    with the field and the value; a value with too many entries raises it with their number and the limit. `unread`
-    returns the fields that no caller has read, since clients send fields of other servers.
-    """
+    # str_min_length has pydantic check that strings are valid Unicode, which those of JSON need not be.
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=(), defer_build=True, str_min_length=0
+    )
 
-    def __init__(self, values: dict[str, Any], prefix: str = "") -> None:
-        self._values = values
-        self._prefix = prefix
-        self._read: set[str] = set()
-        self._within: list[Fields] = []
-
-    @property
-    def place(self) -> str:
-        """Path of the object in the body; empty for the body itself."""
-        return self._prefix.removesuffix(".")
-
-    def __contains__(self, name: str) -> bool:
-        return self.raw(name) is not None
-
-    def raw(self, name: str) -> Any:
-        """Return the unchecked value, or None when missing."""
-        self._read.add(name)
-        return self._values.get(name)
-
-    def unread(self) -> list[str]:
-        """Return the dotted names, each once, of the fields that are not null and have not been read.
+    def unknown_fields(self) -> list[str]:
+        """Return the dotted names, each once, of the unknown fields that are not null.
 
         Nested objects are included; objects of one list share a name, as in messages[].role.
         """
-        prefix = INDEX.sub("[]", self._prefix)
-        names = [prefix + name for name, value in self._values.items() if value is not None and name not in self._read]
-        names += [name for part in self._within for name in part.unread()]
-        return list(dict.fromkeys(names))
+        return list(dict.fromkeys(self._unknown("")))
 
-    def integer(self, name: str, within: tuple[int, int] = INT32) -> int | None:
-        value: int | None = self.raw(name)
-        if value is None or _is_integer(value, within):
-            return value
-        raise self.error(name, _integer_kind(value, within))
+    def _unknown(self, prefix: str) -> Iterator[str]:
+        yield from (prefix + name for name, value in (self.model_extra or {}).items() if value is not None)
+        for name in self.model_fields_set:
+            value = self.__dict__.get(name)  # an unknown field is not there
+            if isinstance(value, Model):
+                yield from value._unknown(f"{prefix}{name}.")
+            elif isinstance(value, list):
+                yield from _unknown_in(value, f"{prefix}{name}[]")
 
-    def number(self, name: str) -> float | None:
-        value = self.raw(name)
-        if value is None:
-            return None
+
+def _unknown_in(entries: list[Any], prefix: str) -> Iterator[str]:
+    for entry in entries:
+        if isinstance(entry, Model):
+            yield from entry._unknown(f"{prefix}.")
+        elif isinstance(entry, list):
+            yield from _unknown_in(entry, f"{prefix}[]")
+
+
+class RequestModel(Model):
+    """The body of a call."""
+
+    _given: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        """Return the request with these fields. Raises RequestError that names all faults."""
         try:
-            if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
-                return float(value)
-        except OverflowError:
-            pass
-        raise self.error(name, "a finite number")
+            request = cls.model_validate(values)
+        except ValidationError as error:
+            raise refusal(error) from None  # its text would hold the client's values
+        request._given = values
+        return request
 
-    def boolean(self, name: str) -> bool | None:
-        value = self.raw(name)
-        if value is None or isinstance(value, bool):
+    def given(self, name: str) -> Any:
+        """Return the value of a field as the client sent it, None when missing."""
+        return self._given.get(name)
+
+
+# ---- Kinds of fields ----
+
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**32 - 1)]], Field(fail_fast=True)]
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Mark a field that may be sent and has no effect. `about` is the reason, without its full stop."""
+
+    about: str
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), "description": f"No effect: {self.about}."}
+
+
+@dataclass(frozen=True, init=False)
+class Refused:
+    """Mark a field that would change the output and is not supported.
+
+    `about` is the reason, without its full stop. `harmless` are values that are accepted because they change nothing;
+    so is the value of the earlier field `same_as`.
+    """
+
+    about: str
+    harmless: tuple[Any, ...]
+    same_as: str
+
+    def __init__(self, about: str, *harmless: Any, same_as: str = "") -> None:
+        object.__setattr__(self, "about", about)
+        object.__setattr__(self, "harmless", harmless)
+        object.__setattr__(self, "same_as", same_as)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        harmless = {"enum": [None, *self.harmless]} if not self.same_as else {}
+        unless = f" It may be what {self.same_as} is." if self.same_as else ""
+        return {**handler(schema), **harmless, "description": f"Not supported: {self.about}.{unless}"}
+
+    def _check(self, value: Any, info: ValidationInfo) -> Any:
+        others = (info.data.get(self.same_as),) if self.same_as else ()
+        # True == 1 in Python, but not in JSON.
+        if value is None or any(type(value) is type(each) and value == each for each in (*self.harmless, *others)):
             return value
-        raise self.error(name, "true or false")
-
-    def text(self, name: str) -> str | None:
-        value: str | None = self.raw(name)
-        if value is None or _is_text(value):
-            return value
-        raise self.error(name, TEXT)
-
-    def texts(self, name: str, limit: int) -> list[str]:
-        """Return a list of strings, or a single string as a list; empty when missing."""
-        value = self._counted(name, limit)
-        if value is None:
-            return []
-        if isinstance(value, list):
-            return self._entries(name, value, _is_text, TEXT)
-        if not isinstance(value, str):
-            raise self.error(name, "a string or a list of strings")
-        return [self.text(name) or ""]
-
-    def integers(self, name: str, limit: int = MAX_VALUES, within: tuple[int, int] = UINT32) -> list[int]:
-        """Return a list of integers; empty when missing."""
-        value = self._counted(name, limit)
-        if value is None:
-            return []
-        bounds = f"within [{within[0]}, {within[1]}]"
-        if not isinstance(value, list):
-            raise self.error(name, f"a list of integers {bounds}")
-        return self._entries(name, value, lambda item: _is_integer(item, within), f"an integer {bounds}")
-
-    def mapping(self, name: str, limit: int = MAX_VALUES) -> dict[str, Any] | None:
-        """Return a nested object as a dict, with unchecked values."""
-        value = self._counted(name, limit)
-        if value is None or isinstance(value, dict):
-            return value
-        raise self.error(name, "an object")
-
-    def nested(self, name: str, limit: int = MAX_VALUES) -> "Fields | None":
-        """Return a nested object."""
-        value = self.mapping(name, limit)
-        return None if value is None else self._part(value, f"{self._prefix}{name}.")
-
-    def objects(self, name: str, limit: int) -> "list[Fields]":
-        """Return a list of objects; empty when missing."""
-        value = self._counted(name, limit)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            raise self.error(name, "a list of objects")
-        objects = self._entries(name, value, lambda item: isinstance(item, dict), "an object")
-        return [self._part(item, f"{self._prefix}{name}[{index}].") for index, item in enumerate(objects)]
-
-    def lists(self, name: str, limit: int) -> "list[Fields]":
-        """Return a list of lists, each as the field "" of its own object; empty when missing."""
-        value = self._counted(name, limit)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            raise self.error(name, "a list of lists")
-        lists = self._entries(name, value, lambda item: isinstance(item, list), "a list")
-        return [self._part({"": item}, f"{self._prefix}{name}[{index}]") for index, item in enumerate(lists)]
-
-    def as_json(self, name: str, value: Any) -> str:
-        """Return a value of this field as JSON text; empty for a falsy value."""
-        try:
-            text = json.dumps(value, ensure_ascii=False) if value else ""
-            text.encode()
-        except (RecursionError, UnicodeEncodeError) as error:
-            problem = "is nested too deeply, or has strings that are no valid Unicode"
-            raise self.problem(name, problem) from error
-        return text
-
-    def _entries(self, name: str, entries: list[Any], is_right: Callable[[Any], bool], expected: str) -> list[Any]:
-        """Return the entries of a list if all are valid; otherwise raise RequestError for the first invalid entry."""
-        for index, entry in enumerate(entries):
-            if not is_right(entry):
-                raise self.problem(f"{name}[{index}]", f"must be {expected}, not {shown(entry)}")
-        return entries
-
-    def _counted(self, name: str, limit: int) -> Any:
-        """Return the value; raise RequestError when a list or object has more entries than `limit`."""
-        value = self.raw(name)
-        if isinstance(value, list | dict) and len(value) > limit:
-            raise self.problem(name, f"has {len(value)} entries, the limit is {limit}")
-        return value
-
-    def _part(self, values: dict[str, Any], prefix: str) -> "Fields":
-        self._within.append(Fields(values, prefix))
-        return self._within[-1]
-
-    def error(self, name: str, expected: str) -> RequestError:
-        """Return the error for a value that is not as expected."""
-        return self.problem(name, f"must be {expected}, not {shown(self._values.get(name))}")
-
-    def problem(self, name: str, problem: str) -> RequestError:
-        """Return the error for a field."""
-        field = f"{self._prefix}{name}"
-        return RequestError(BAD_PARAM, f"{field} {problem}", field=field)
+        raise fault(f"({shown(value)}) is not supported: {self.about}")
 
 
-def read_fields(body: bytes) -> Fields:
-    """Return the JSON object in a request's body. Raises RequestError for anything else."""
-    try:
-        text = body.decode("utf-8-sig")
-        check_num_values(body)
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(MALFORMED_REQUEST, f"the body is not JSON: {str(error)[:100]}") from error
-    if not isinstance(values, dict):
-        raise RequestError(MALFORMED_REQUEST, f"the body must be a JSON object, not {shown(values)}")
-    return Fields(values)
+def _listed(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise expected("a string or a list of strings")
+    return [value] if isinstance(value, str) else value
 
 
-def check_num_values(body: bytes) -> None:
-    """Raise RequestError for JSON with so many values that parsing would block all other threads for long."""
-    delimited = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the remaining quotes begin or end a string
-    num_strings = delimited.count(b'"') // 2
-    if num_strings > MAX_STRINGS:
-        raise RequestError(BAD_PARAM, f"the body has {num_strings} strings, the limit is {MAX_STRINGS}")
-    num_values = 1 + sum(part.count(b",") for part in delimited.split(b'"')[::2])
-    if num_values > MAX_VALUES:
-        raise RequestError(BAD_PARAM, f"the body has {num_values} values, the limit is {MAX_VALUES}")
+Texts = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_listed, json_schema_input_type=str | list[str])]
+"""A list of strings, or a single string."""
+
+TEXT, LIST, OBJECT = "#text", "#list", "#object"  # tags of unions; no field of a request has such a name
+_JSON_TYPES: Final[Mapping[type, str]] = {str: TEXT, list: LIST, dict: OBJECT}
+
+
+def by_json_type(what: str) -> Discriminator:
+    """Return the discriminator of a union whose members have the tags TEXT, LIST and OBJECT."""
+    return Discriminator(lambda value: _JSON_TYPES.get(type(value)), "expected", what)
+
+
+def by_field(name: str, about: str, default: str = "", **tags: str) -> Discriminator:
+    """Return the discriminator of a union of objects, each tagged # and its value of the field `name`.
+
+    `tags` maps further values to those that count, and `default` stands for a missing value; `about` ends the error for
+    any other value.
+    """
+
+    def tag(value: Any) -> str | None:
+        given = value.get(name) or default if isinstance(value, dict) else None
+        return f"#{tags.get(given, given)}" if isinstance(given, str) else None
+
+    return Discriminator(tag, "unsupported", f"{name} {about}")
+
+
+# ---- Errors ----
+
+
+def fault(problem: str) -> PydanticCustomError:
+    """Return the error of a validator; `problem` goes on after the field's name."""
+    return PydanticCustomError("fault", "{problem}", {"problem": problem})
+
+
+def expected(what: str) -> PydanticCustomError:
+    """Return the error of a validator for a value that is not `what`."""
+    return PydanticCustomError("expected", "{what}", {"what": what})
+
+
+_EXPECTED: Final = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "finite_number": "a finite number",
+    "float_type": "a finite number",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string of valid Unicode",
+    "string_unicode": "a string of valid Unicode",
+}
+_ABOUT: Final = {
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be {expected}",
+    "string_pattern_mismatch": "must match {pattern}",
+    "string_too_short": "must not be empty",
+}
+
+
+def refusal(error: ValidationError) -> RequestError:
+    """Return the error that clients get, which names up to MAX_FAULTS faults. Its field is that of the first."""
+    details = error.errors(include_url=False)
+    faults = [_fault(each) for each in details[:MAX_FAULTS]]
+    more = [f"{len(details) - MAX_FAULTS} more faults"] if len(details) > MAX_FAULTS else []
+    return RequestError(BAD_PARAM, "; ".join([*(" ".join(each) for each in faults), *more]), field=faults[0][0])
+
+
+def _fault(details: ErrorDetails) -> tuple[str, str]:
+    """Return the field of a fault, and what is wrong with it."""
+    kind, field, value, context = details["type"], _field(details["loc"]), details["input"], details.get("ctx", {})
+    match kind:
+        case "missing":
+            return field, "is missing"
+        case "fault":
+            return field, details["msg"]
+        case "expected":
+            return field, f"must be {details['msg']}, not {shown(value)}"
+        case "unsupported" if isinstance(value, dict):
+            name, _, about = details["msg"].partition(" ")
+            return f"{field}.{name}", f"{shown(value.get(name))} is not supported: {about}"
+        case "unsupported":
+            return field, f"must be an object, not {shown(value)}"
+        case "too_long":
+            return field, f"has {len(value)} entries, the limit is {context['max_length']}"
+        case "too_short":
+            return field, f"has {len(value)} entries, at least {context['min_length']} is needed"
+        case "string_too_long":
+            return field, f"has {len(value)} characters, the limit is {context['max_length']}"
+    context = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()}
+    about = _ABOUT.get(kind, f"must be {_EXPECTED.get(kind, 'valid')}").format(**context)
+    return field, f"{about}, not {shown(value)}"
+
+
+def _field(location: tuple[int | str, ...]) -> str:
+    parts = [each for each in location if not (isinstance(each, str) and each.startswith("#"))]
+    path = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in parts).removeprefix(".")
+    return path[:MAX_FIELD_CHARS].encode(errors="backslashreplace").decode()  # keys of objects are the client's
 
 
 def shown(value: Any) -> str:
@@ -211,103 +244,3 @@ def shown(value: Any) -> str:
         return "a list" if isinstance(value, list) else "an object"
     text = json.dumps(value) if not isinstance(value, int) or abs(value) < 2**64 else "an integer beyond 64 bits"
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _is_integer(value: Any, within: tuple[int, int]) -> bool:
-    return _is_whole(value) and within[0] <= value <= within[1]
-
-
-def _is_whole(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _integer_kind(value: Any, within: tuple[int, int]) -> str:
-    """Return what the value must be. The bounds of the protobuf type are named only for an integer beyond them."""
-    if within in (INT32, INT64) and not _is_whole(value):
-        return "an integer"
-    return f"an integer within [{within[0]}, {within[1]}]"
-
-
-def _is_text(value: Any) -> bool:
-    """Return whether a value is a string of valid Unicode. JSON can express a lone surrogate, which is not."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-# ---- Body of a call: JSON by its Content-Type, limited in size and time ----
-
-R = TypeVar("R")
-
-MAX_BODY_BYTES: Final = 4 * 2**20  # as at the gRPC API
-LONG_BODY_BYTES: Final = 2**16  # about a millisecond of work; longer bodies are parsed off the event loop
-BODY_TIMEOUT_S: Final = 30.0
-
-
-async def read_json(request: Request, parse: Callable[[Fields], R]) -> R:
-    """Return `parse` of the JSON object in the body. `parse` must perform no I/O, since it may run in a thread.
-
-    Raises HTTPException or RequestError. A body over the limit is not kept.
-    """
-    _check_type(request.headers.get("content-type", ""))
-    is_gzip = _is_gzip(request.headers.get("content-encoding", ""))
-    _check_size(int(request.headers.get("content-length", 0)))
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                body += part
-                _check_size(len(body))
-    except TimeoutError as error:
-        detail = f"the body was not there within {BODY_TIMEOUT_S:g} s"
-        raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, detail) from error
-    if is_gzip:
-        return await asyncio.to_thread(lambda: parse(read_fields(gunzipped(body))))
-    if len(body) <= LONG_BODY_BYTES:
-        return parse(read_fields(bytes(body)))
-    return await asyncio.to_thread(lambda: parse(read_fields(bytes(body))))
-
-
-def _is_gzip(encoding: str) -> bool:
-    """Return whether the body is gzip. Raises HTTPException for any encoding but gzip or none."""
-    name = encoding.strip().lower()
-    if name not in ("", "identity", "gzip", "x-gzip"):
-        detail = f"the body must be as it is, or gzip, not of Content-Encoding: {name[:80]}"
-        raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, detail, {"accept-encoding": "gzip"})
-    return name.endswith("gzip")
-
-
-def gunzipped(body: bytes | bytearray) -> bytes:
-    """Return the decompressed body, at most MAX_BODY_BYTES. Raises HTTPException or RequestError."""
-    reader = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
-    try:
-        text = reader.decompress(body, MAX_BODY_BYTES + 1)
-    except zlib.error as error:
-        raise RequestError(MALFORMED_REQUEST, f"the body is no gzip: {error}") from error
-    _check_size(len(text))
-    if not reader.eof or reader.unused_data:
-        raise RequestError(MALFORMED_REQUEST, "the body is no gzip: it ends too early, or goes on behind its end")
-    return text
-
-
-def _check_type(content_type: str) -> None:
-    """Raise HTTPException unless the content type is JSON.
-
-    Any web page can make a browser send plain text, a form or untyped bytes to a server that the page cannot read from;
-    for JSON the browser asks that server first (CORS preflight).
-    """
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
-        return
-    detail = f"the body must be JSON: send Content-Type: application/json, not {kind[:80] or 'none'}"
-    raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, detail)
-
-
-def _check_size(num_bytes: int) -> None:
-    if num_bytes > MAX_BODY_BYTES:
-        detail = f"the body has {num_bytes} bytes or more, the limit is {MAX_BODY_BYTES}"
-        raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, detail)

@@ -8,33 +8,26 @@ from typing import Any, Final
 
 from coordinator.api.http import sse
 from coordinator.api.http.api_adapters import ChatBody, Object, Translation, content_of, num_cached
-from coordinator.api.http.conversations import ASSISTANT, TEXT_PARTS, texts_of_parts
 from coordinator.api.http.errors import error_object
-from coordinator.api.http.fields import Fields, shown
-from coordinator.api.http.known_fields import RESPONSES, settle
-from coordinator.api.http.tools import MAX_TOOLS
-from coordinator.api.validation import MAX_MESSAGES
+from coordinator.api.http.models import (
+    ASSISTANT,
+    LOGPROBS,
+    FunctionCallItem,
+    FunctionOutputItem,
+    Item,
+    MessageItem,
+    Part,
+    ReasoningItem,
+    ResponsesNamedTool,
+    ResponsesRequest,
+)
+from coordinator.api.http.requests import text_of
+from coordinator.api.validation import bad
 from coordinator.text.calls.reader import Kind
 from serving_core.errors import RequestError
 from serving_core.json_fields import json_line
 
 SYSTEM: Final = "system"
-ROLES: Final = {"user": "user", "assistant": ASSISTANT, "system": SYSTEM, "developer": SYSTEM}
-MAX_INCLUDED: Final = 32
-LOGPROBS: Final = "message.output_text.logprobs"
-INCLUDABLE: Final = (
-    LOGPROBS,
-    "reasoning.encrypted_content",
-    "message.input_image.image_url",
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "computer_call_output.output.image_url",
-    "code_interpreter_call.outputs",
-)
-"""Values of `include` in OpenAI's API. Only the first has an effect."""
-
-_OF_ITEMS: Final = ("id", "status", "phase", "summary", "encrypted_content")  # irrelevant to the model
 _PLACES: Final = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -47,8 +40,10 @@ _IDS: Final = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
 _PARTS: Final = {Kind.TEXT: "output_text", Kind.REASONING: "reasoning_text"}
 
 
-class ResponsesCall(Translation):
+class ResponsesCall(Translation[ResponsesRequest]):
     """One call of /v1/responses. The parts of an output are the items of its `output`."""
+
+    places = _PLACES
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,16 +53,16 @@ class ResponsesCall(Translation):
 
     # ---- request ----
 
-    def _body(self, fields: Fields) -> ChatBody:
-        settle(fields, RESPONSES)
-        body = ChatBody(fields, _PLACES)
-        _Items(body).read(fields)
-        body.take(fields, max_tokens="max_output_tokens", stop="stop")
-        _read_logprobs(fields, body)
-        _read_text(fields, body)
-        _read_tools(fields, body)
-        effort = _read_reasoning(fields, body)
-        self._echo = _echo(fields, effort)
+    def _body(self, request: ResponsesRequest) -> ChatBody:
+        body = ChatBody(request)
+        _add_items(request, body)
+        body.values |= {"max_tokens": request.max_output_tokens, "stop": request.stop}
+        _set_logprobs(request, body)
+        _set_format(request, body)
+        _set_tools(request, body)
+        effort = request.reasoning.effort if request.reasoning is not None else None
+        body.values["reasoning_effort"] = effort
+        self._echo = _echo(request, effort)
         return body
 
     # ---- response ----
@@ -156,156 +151,108 @@ class ResponsesCall(Translation):
         return self._of_output(name, item_id=self._output[-1]["id"], **others)
 
 
-class _Items:
-    """Convert input items to messages. Consecutive assistant items are one message: thoughts, text, tool calls."""
-
-    def __init__(self, body: ChatBody) -> None:
-        self._body = body
-
-    def read(self, fields: Fields) -> None:
-        if instructions := fields.text("instructions"):
-            self._body.add_message("instructions", SYSTEM, content=instructions)
-        if isinstance(fields.raw("input"), list):
-            for item in fields.objects("input", MAX_MESSAGES):
-                self._add(item)
-        elif text := fields.text("input"):
-            self._body.add_message("input", "user", content=text)
-        if "input" not in fields:
-            raise fields.problem("input", "is missing: send a string, or a list of items")
-
-    def _add(self, item: Fields) -> None:
-        for name in _OF_ITEMS:
-            item.raw(name)
-        match kind := item.text("type"):
-            case None | "message":
-                self._add_message(item)
-            case "function_call":
-                if not self._goes_on():
-                    self._body.add_message(item.place, ASSISTANT)
-                name, arguments = item.raw("name"), item.raw("arguments")
-                self._body.add_call(item.place, item.text("call_id"), name, arguments=arguments, named="arguments")
-            case "function_call_output":
-                self._body.add_message(
-                    item.place, "tool", tool_call_id=item.text("call_id"), content=_text(item, "output")
-                )
-            case "reasoning":
-                if thoughts := "\n".join(texts_of_parts(item, "content", ("reasoning_text",))):
-                    self._body.add_message(item.place, ASSISTANT, reasoning_content=thoughts)
-            case _:
-                raise item.problem("type", f"({shown(kind)}) is not supported")
-
-    def _add_message(self, item: Fields) -> None:
-        role = ROLES.get(item.text("role") or "")
-        if role is None:
-            raise item.error("role", f"one of {', '.join(ROLES)}")
-        content = _text(item, "content") if role == SYSTEM else _content(item, "content")
-        if role == ASSISTANT and self._goes_on("content", "tool_calls"):
-            self._body.messages[-1]["content"] = content
-        elif role == SYSTEM and self._body.messages and self._body.messages[-1]["role"] == SYSTEM:
-            self._body.messages[-1]["content"] += f"\n\n{content}"  # templates accept one system message
-        else:
-            self._body.add_message(item.place, role, content=content)
-
-    def _goes_on(self, *without: str) -> bool:
-        """Return whether the last message is the assistant's and has none of these fields."""
-        last = self._body.messages[-1] if self._body.messages else {}
-        return last.get("role") == ASSISTANT and not any(name in last for name in without)
-
-
-def _text(item: Fields, name: str) -> str:
-    content = _content(item, name)
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-
-
-def _content(item: Fields, name: str) -> str | list[Object]:
-    if isinstance(item.raw(name), list):
-        return content_of(texts_of_parts(item, name, TEXT_PARTS))
-    text = item.text(name)
-    if text is None:
-        raise item.error(name, "a string or a list of text parts")
-    return text
-
-
-def _read_logprobs(fields: Fields, body: ChatBody) -> None:
-    included = fields.texts("include", MAX_INCLUDED)
-    for unknown in set(included).difference(INCLUDABLE):
-        raise fields.problem("include", f"({shown(unknown)}) is not supported: it may name {', '.join(INCLUDABLE)}")
-    if LOGPROBS in included:
-        body.values["logprobs"] = True
-        body.take(fields, top_logprobs="top_logprobs")
-    elif fields.integer("top_logprobs"):
-        raise fields.problem("top_logprobs", f"needs {LOGPROBS} in include")
-
-
-def _read_text(fields: Fields, body: ChatBody) -> None:
-    """Read the format of the output text."""
-    text = fields.nested("text")
-    if text is None:
+def _add_items(request: ResponsesRequest, body: ChatBody) -> None:
+    """Add the input as messages. Consecutive assistant items are one message: thoughts, text, tool calls."""
+    if request.instructions:
+        body.add_message(SYSTEM, content=request.instructions)
+    if isinstance(request.input, str):
+        if request.input:
+            body.add_message("user", content=request.input)
         return
-    if (verbosity := text.raw("verbosity")) not in (None, "medium"):
-        raise text.problem("verbosity", f"({shown(verbosity)}) is not supported: say it in a message")
-    if (form := text.nested("format")) is None:
-        return
-    kind = form.text("type")
-    if kind == "json_schema":
-        names = ("name", "description", "strict", "schema")
-        body.values["response_format"] = {"type": kind, kind: {name: form.raw(name) for name in names}}
-    elif kind in ("text", "json_object"):
-        body.values["response_format"] = {"type": kind}
+    for item in request.input:
+        _add_item(item, body)
+
+
+def _add_item(item: Item, body: ChatBody) -> None:
+    match item:
+        case MessageItem():
+            _add_message(item, body)
+        case FunctionCallItem():
+            if not _goes_on(body):
+                body.add_message(ASSISTANT)
+            body.add_call(item.call_id, item.name, item.arguments)
+        case FunctionOutputItem():
+            body.add_message("tool", tool_call_id=item.call_id, content=_text(item.output))
+        case ReasoningItem():
+            if thoughts := "\n".join(part.text for part in item.content or ()):
+                body.add_message(ASSISTANT, reasoning_content=thoughts)
+
+
+def _add_message(item: MessageItem, body: ChatBody) -> None:
+    role = SYSTEM if item.role == "developer" else item.role
+    if role == SYSTEM:
+        content: Any = _text(item.content)
+    elif isinstance(item.content, str):
+        content = item.content
     else:
-        raise form.problem("type", f"({shown(kind)}) is not supported")
+        content = content_of([text_of(part) for part in item.content])
+    if role == ASSISTANT and _goes_on(body, "content", "tool_calls"):
+        body.messages[-1]["content"] = content
+    elif role == SYSTEM and body.messages and body.messages[-1]["role"] == SYSTEM:
+        body.messages[-1]["content"] += f"\n\n{content}"  # templates accept one system message
+    else:
+        body.add_message(role, content=content)
 
 
-def _read_tools(fields: Fields, body: ChatBody) -> None:
-    for tool in fields.objects("tools", MAX_TOOLS):
-        if (kind := tool.text("type")) != "function":
-            raise tool.problem("type", f"({shown(kind)}) is not supported: it must be function")
+def _goes_on(body: ChatBody, *without: str) -> bool:
+    """Return whether the last message is the assistant's and has none of these fields."""
+    last = body.messages[-1] if body.messages else {}
+    return last.get("role") == ASSISTANT and not any(name in last for name in without)
+
+
+def _text(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "\n".join(map(text_of, content))
+
+
+def _set_logprobs(request: ResponsesRequest, body: ChatBody) -> None:
+    if LOGPROBS in (request.include or ()):
+        body.values |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    elif request.top_logprobs:
+        raise bad("top_logprobs", f"needs {LOGPROBS} in include")
+
+
+def _set_format(request: ResponsesRequest, body: ChatBody) -> None:
+    """Set the format of the output text."""
+    if request.text is None or (form := request.text.format) is None:
+        return
+    schema = {"json_schema": {"schema": form.json_schema}} if form.type == "json_schema" else {}
+    body.values["response_format"] = {"type": form.type, **schema}
+
+
+def _set_tools(request: ResponsesRequest, body: ChatBody) -> None:
+    for tool in request.given("tools") or ():
         body.add_tool(tool, parameters="parameters")
-    body.take(fields, parallel_tool_calls="parallel_tool_calls", tool_choice="tool_choice")
-    if isinstance(fields.raw("tool_choice"), dict):
-        choice = fields.nested("tool_choice") or Fields({})
-        if (kind := choice.text("type")) != "function":
-            raise choice.problem("type", f"({shown(kind)}) is not supported: it must be function")
-        body.force_tool(choice)
+    body.values["parallel_tool_calls"] = request.parallel_tool_calls
+    if isinstance(request.tool_choice, ResponsesNamedTool):
+        body.force_tool(request.tool_choice.name)
+    else:
+        body.values["tool_choice"] = request.tool_choice
 
 
-def _read_reasoning(fields: Fields, body: ChatBody) -> str | None:
-    """Return the effort. Thoughts are returned unchanged, whatever summary is requested."""
-    reasoning = fields.nested("reasoning") or Fields({})
-    for name in ("summary", "generate_summary"):
-        reasoning.text(name)
-    effort = reasoning.text("effort")
-    body.values |= {"reasoning_effort": effort, "chat_template_kwargs": fields.raw("chat_template_kwargs")}
-    return effort
-
-
-def _echo(fields: Fields, effort: str | None) -> Object:
-    metadata = fields.raw("metadata")
-    if not isinstance(metadata, dict | None):
-        raise fields.error("metadata", "an object")
+def _echo(request: ResponsesRequest, effort: str | None) -> Object:
     for name in ("metadata", "text", "tool_choice", "tools"):
-        _check_can_be_told(fields, name)
+        _check_can_be_told(name, request.given(name))
     names = ("instructions", "max_output_tokens", "temperature", "top_logprobs", "top_p")
     return {
-        **{name: fields.raw(name) for name in names},
+        **{name: request.given(name) for name in names},
         "background": False,
-        "metadata": metadata or {},
-        "parallel_tool_calls": fields.raw("parallel_tool_calls") is not False,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
         "reasoning": {"effort": effort, "summary": None},
         "store": False,
-        "text": fields.raw("text") or {"format": {"type": "text"}},
-        "tool_choice": fields.raw("tool_choice") or "auto",
-        "tools": fields.raw("tools") or [],
+        "text": request.given("text") or {"format": {"type": "text"}},
+        "tool_choice": request.given("tool_choice") or "auto",
+        "tools": request.given("tools") or [],
         "truncation": "disabled",
     }
 
 
-def _check_can_be_told(fields: Fields, name: str) -> None:
+def _check_can_be_told(name: str, value: Any) -> None:
     try:
-        json_line(fields.raw(name))
+        json_line(value)
     except (ValueError, RecursionError) as error:
-        raise fields.problem(name, "cannot be repeated: it is nested too deeply, or no valid JSON") from error
+        raise bad(name, "cannot be repeated: it is nested too deeply, or no valid JSON") from error
 
 
 def _part(kind: Kind, text: str, scores: list[Object]) -> Object:

@@ -1,50 +1,64 @@
-"""Convert the JSON of OpenAI's endpoints to GenerateRequest messages. Performs no I/O.
+"""Convert the requests of OpenAI's endpoints to GenerateRequest messages. Performs no I/O.
 
-This module checks which fields there are (known_fields.py) and their types. Their values are checked where the gRPC API
-checks them. `Fields.unread` returns the unknown fields.
+The models (models.py) have checked fields one by one; here those that depend on each other are checked. Values that
+depend on the model or the fleet are checked where the gRPC API checks them.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from coordinator.api.http.conversations import parse_conversation, parse_conversations
-from coordinator.api.http.fields import INT64, UINT32, Fields, shown
-from coordinator.api.http.known_fields import BATCH, CHAT, COMPLETIONS, settle
-from coordinator.api.http.tools import Offer, parse_offer
+from coordinator.api.http.models import (
+    AssistantMessage,
+    BatchRequest,
+    ChatFields,
+    ChatRequest,
+    CompletionFields,
+    CompletionRequest,
+    EmbeddingsRequest,
+    Generating,
+    Message,
+    Part,
+    Prompts,
+    RefusalPart,
+    ResponseFormat,
+    StructuredOutputs,
+    TemplateFields,
+    TextPart,
+    ThinkingPart,
+    TokenizeRequest,
+    ToolCall,
+)
+from coordinator.api.http.tools import Offer, functions_of, object_of, offer_of
 from coordinator.api.prompts import USUAL, WHAT_FITS, Terms
 from coordinator.api.validation import (
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_ANSWERS,
-    MAX_BAD_WORDS,
-    MAX_CHOICES,
     MAX_CONSTRAINT_CHARS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROB_TOKEN_IDS,
     MAX_REQUEST_ID_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
+    MAX_TEMPLATE_KWARGS_CHARS,
     WHOLE_VOCABULARY,
     bad,
 )
+from coordinator.control.slo import MAX_PRIORITY
 from coordinator.text.answer_format import PLAIN, AnswerFormat
 from coordinator.text.constraints import Leeway
-from protos.inference_pb2 import ChatInput, Choice, GenerateRequest, SamplingParams, TokenizedInput
+from protos.inference_pb2 import (
+    ChatInput,
+    ChatMessage,
+    Choice,
+    EmbedRequest,
+    GenerateRequest,
+    SamplingParams,
+    TokenizedInput,
+)
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM
 
-MAX_PROMPTS: Final = 256
-MAX_CONVERSATIONS: Final = 256
 MAX_COPIED_BYTES: Final = 2**27
 MAX_SCORED_PROMPTS: Final = 16  # each has up to validation.MAX_PROMPT_LOGPROBS logprobs
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
-LEFT, RIGHT = "left", "right"
-SIDES: Final = (LEFT, RIGHT)  # sides of a prompt that truncation may remove
-
-_NUMBERS: Final = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-_INTEGERS: Final = ("top_k", "min_tokens", "prompt_logprobs")
-_BOOLEANS: Final = ("skip_special_tokens", "ignore_eos", "include_stop_str_in_output")
 
 # Field names of an endpoint, by their gRPC names.
 COMPLETION_NAMES: Final = {"text": "prompt", "tokenized.input_ids": "prompt", "input": "prompt"}
@@ -88,30 +102,29 @@ class Asked:
     terms: Terms = USUAL
 
 
-def parse_completion(fields: Fields, request_id: str) -> Asked:
-    """Parse a call of /v1/completions. Raises RequestError."""
-    settle(fields, COMPLETIONS)
-    params = _sampling_params(fields)
-    max_tokens, echoes = fields.integer("max_tokens"), fields.boolean("echo") or False
-    if max_tokens is None and fields.integer("truncate_prompt_tokens") == WHAT_FITS:
+def parse_completion(request: CompletionRequest, request_id: str) -> Asked:
+    """Convert a call of /v1/completions. Raises RequestError."""
+    params = _sampling_params(request)
+    max_tokens, echoes = request.max_tokens, request.echo or False
+    if max_tokens is None and request.truncate_prompt_tokens == WHAT_FITS:
         max_tokens = DEFAULT_COMPLETION_TOKENS  # truncation leaves room for as many
     if max_tokens is not None:
         params.max_tokens = max_tokens
-    num_top = fields.integer("logprobs")
-    if num_top is not None:
-        params.logprobs = num_top
+    if request.logprobs is not None:
+        params.logprobs = request.logprobs
         if echoes:
-            params.prompt_logprobs = _more(num_top, params.prompt_logprobs)
-    prompts = _prompts(fields)
+            params.prompt_logprobs = _more(request.logprobs, params.prompt_logprobs)
+    prompts: list[Prompt] = [
+        each if isinstance(each, str) else TokenizedInput(input_ids=each) for each in prompts_of(request.prompt)
+    ]
     if params.HasField("prompt_logprobs") and len(prompts) > MAX_SCORED_PROMPTS:
-        raise fields.problem(
-            "prompt", f"has {len(prompts)} prompts; with their logprobs the limit is {MAX_SCORED_PROMPTS}"
-        )
-    asked = _asked(fields, _requests(fields, params, request_id, prompts))
+        problem = f"has {len(prompts)} prompts; with their logprobs the limit is {MAX_SCORED_PROMPTS}"
+        raise bad("prompt", problem)
+    asked = _asked(request, _requests(request, params, request_id, prompts))
     drops_answers = echoes and max_tokens == 0
     terms = replace(asked.terms, default_max_tokens=DEFAULT_COMPLETION_TOKENS, drops_answers=drops_answers)
     names = {**COMPLETION_NAMES, **asked.names}
-    if echoes and "prompt_logprobs" not in fields:
+    if echoes and request.prompt_logprobs is None:
         names["prompt_logprobs"] = "logprobs"
     return replace(asked, names=names, echoes=echoes, terms=terms)
 
@@ -120,68 +133,48 @@ def _more(num: int, other: int) -> int:
     return WHOLE_VOCABULARY if WHOLE_VOCABULARY in (num, other) else max(num, other)
 
 
-def parse_chat(fields: Fields, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
-    """Parse a call of /v1/chat/completions. Raises RequestError."""
-    settle(fields, CHAT)
-    params, offer = _chat_params(fields, answer_format)
-    chat = parse_conversation(fields, has_tools=offer is not None)
-    return _asked_of_chats(fields, _requests(fields, params, request_id, [chat]), answer_format, offer)
+def parse_chat(request: ChatRequest, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
+    """Convert a call of /v1/chat/completions. Raises RequestError."""
+    params, offer = _chat_params(request, answer_format)
+    chat = chat_input(request, request.messages, has_tools=offer is not None)
+    return _asked_of_chats(request, _requests(request, params, request_id, [chat]), answer_format, offer)
 
 
-def parse_batch(fields: Fields, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
-    """Parse a call of /v1/chat/completions/batch, which has no tools. Raises RequestError."""
-    settle(fields, BATCH)
-    params, offer = _chat_params(fields, answer_format)
-    chats = parse_conversations(fields, MAX_CONVERSATIONS)
-    return _asked_of_chats(fields, _requests(fields, params, request_id, chats), answer_format, offer)
+def parse_batch(request: BatchRequest, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
+    """Convert a call of /v1/chat/completions/batch, which has no tools. Raises RequestError."""
+    params, offer = _chat_params(request, answer_format)
+    chats = [chat_input(request, messages, has_tools=False) for messages in request.messages]
+    return _asked_of_chats(request, _requests(request, params, request_id, chats), answer_format, offer)
 
 
-def _chat_params(fields: Fields, answer_format: AnswerFormat) -> tuple[SamplingParams, Offer | None]:
-    params = _sampling_params(fields)
-    max_tokens, newer = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
-    if newer is not None:
-        max_tokens = newer
+def _chat_params(request: ChatFields, answer_format: AnswerFormat) -> tuple[SamplingParams, Offer | None]:
+    params = _sampling_params(request)
+    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if max_tokens is not None:
         params.max_tokens = max_tokens
-    num_top = _chat_logprobs(fields)
-    if num_top is not None:
-        params.logprobs = num_top
-    offer = parse_offer(fields, answer_format)
+    if request.logprobs:
+        params.logprobs = request.top_logprobs or 0
+    elif request.top_logprobs:
+        raise bad("top_logprobs", "needs logprobs: true")
+    offer = offer_of(request, answer_format)
     if offer is None:
         return params, offer
     if offer.schema:
-        if "structured_outputs" in fields:
-            raise fields.problem("tool_choice", "cannot be had beside structured_outputs: one of them says what comes")
+        if request.structured_outputs is not None:
+            raise bad("tool_choice", "cannot be had beside structured_outputs: one of them says what comes")
         params.json_schema = offer.schema  # response_format applies to an output without tool calls
     elif (
         params.WhichOneof("constraint") and (num := sum(len(schema) for _, schema in offer.held)) > MAX_CONSTRAINT_CHARS
     ):
         problem = f"have strict schemas of {num} characters, beside a form the limit is {MAX_CONSTRAINT_CHARS}"
-        raise fields.problem("tools", problem)
-    if not offer.schema and answer_format.needs_special_tokens and "skip_special_tokens" not in fields:
+        raise bad("tools", problem)
+    if not offer.schema and answer_format.needs_special_tokens and request.skip_special_tokens is None:
         params.skip_special_tokens = False
     return params, offer
 
 
-def _prompts(fields: Fields) -> list[Prompt]:
-    """Return the prompts: a string, token ids, or a list of either."""
-    prompt = fields.raw("prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str) and len(prompt) > MAX_PROMPTS:
-        raise fields.problem("prompt", f"has {len(prompt)} prompts, the limit is {MAX_PROMPTS}")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
-        lists = fields.lists("prompt", MAX_PROMPTS)
-        prompts: list[Prompt] = [TokenizedInput(input_ids=item.integers("")) for item in lists]
-    elif isinstance(prompt, list) and prompt and not isinstance(prompt[0], str):
-        prompts = [TokenizedInput(input_ids=fields.integers("prompt"))]
-    else:
-        prompts = [*fields.texts("prompt", MAX_PROMPTS)]
-    if not prompts:
-        raise fields.problem("prompt", "is missing or empty: send a string, token ids, or a list of either")
-    return prompts
-
-
 def _requests(
-    fields: Fields, params: SamplingParams, request_id: str, prompts: Sequence[Prompt]
+    request: CompletionFields, params: SamplingParams, request_id: str, prompts: Sequence[Prompt]
 ) -> list[GenerateRequest]:
     """Return one request for each prompt. Raises RequestError when the copies of the other fields need too much
     memory."""
@@ -189,129 +182,91 @@ def _requests(
         problem = f"the {len(prompts)} prompts' sampling fields have {num_bytes} bytes, the limit is {MAX_COPIED_BYTES}"
         raise RequestError(BAD_PARAM, problem)
     ids = ids_of(request_id, len(prompts))
-    return [_request(fields, params, each_id, prompt) for each_id, prompt in zip(ids, prompts, strict=True)]
+    return [_request(request, params, each_id, prompt) for each_id, prompt in zip(ids, prompts, strict=True)]
 
 
-def _request(fields: Fields, params: SamplingParams, request_id: str, prompt: Prompt) -> GenerateRequest:
-    request = GenerateRequest(
+def _request(request: CompletionFields, params: SamplingParams, request_id: str, prompt: Prompt) -> GenerateRequest:
+    message = GenerateRequest(
         request_id=request_id,
-        model=fields.text("model") or "",
-        cache_salt=fields.text("cache_salt") or "",
+        model=request.model or "",
+        cache_salt=request.cache_salt or "",
         sampling_params=params,
-        truncate_prompt_tokens=fields.integer("truncate_prompt_tokens"),
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
     )
     match prompt:
         case str():
-            request.text = prompt
+            message.text = prompt
         case TokenizedInput():
-            request.tokenized.CopyFrom(prompt)
+            message.tokenized.CopyFrom(prompt)
         case ChatInput():
-            request.chat.CopyFrom(prompt)
-    return request
+            message.chat.CopyFrom(prompt)
+    return message
 
 
-def _asked(fields: Fields, requests: list[GenerateRequest]) -> Asked:
-    stream, is_scored = fields.boolean("stream") or False, fields.raw("prompt_logprobs") is not None
+def _asked(request: CompletionFields, requests: list[GenerateRequest]) -> Asked:
+    stream, is_scored = request.stream or False, request.prompt_logprobs is not None
     if stream and is_scored:
-        raise fields.problem("prompt_logprobs", "is not supported in a stream")
-    options = fields.nested("stream_options")
+        raise bad("prompt_logprobs", "is not supported in a stream")
+    options = request.stream_options
     if options is not None and not stream:
-        raise fields.problem("stream_options", "needs stream: true")
-    includes_usage, is_continuous = _usage_options(options or Fields({}))
-    if (side := fields.text("truncation_side")) not in (None, *SIDES):
-        raise fields.error("truncation_side", f"one of {', '.join(SIDES)}")
+        raise bad("stream_options", "needs stream: true")
+    includes_usage = bool(options and options.include_usage)
     return Asked(
         requests=tuple(requests),
-        names=constraint_names(fields),
-        terms=Terms(keeps_first=side == RIGHT),
-        num_answers=fields.integer("n") or 1,
+        names=_constraint_names(request),
+        terms=Terms(keeps_first=request.truncation_side == "right"),
+        num_answers=request.n or 1,
         stream=stream,
         include_usage=includes_usage,
-        continuous_usage=includes_usage and is_continuous,
-        return_token_ids=fields.boolean("return_token_ids") or False,
-        include_timeline=fields.boolean("include_timeline") or False,
+        continuous_usage=includes_usage and bool(options.continuous_usage_stats),
+        return_token_ids=request.return_token_ids or False,
+        include_timeline=request.include_timeline or False,
         is_scored=is_scored,
-        tokens_as_ids=fields.boolean("return_tokens_as_token_ids") or False,
+        tokens_as_ids=request.return_tokens_as_token_ids or False,
     )
 
 
 def _asked_of_chats(
-    fields: Fields, requests: list[GenerateRequest], answer_format: AnswerFormat, offer: Offer | None
+    request: ChatFields, requests: list[GenerateRequest], answer_format: AnswerFormat, offer: Offer | None
 ) -> Asked:
-    tells_thoughts = fields.boolean("include_reasoning") is not False
     leeway = Leeway(answer_format.thinks, loose=offer.loose if offer is not None else ())
     if offer is not None and offer.held:
         leeway = replace(leeway, calls=answer_format.calls, tools=offer.held, most_calls=offer.most_calls)
-    asked = _asked(fields, requests)
+    asked = _asked(request, requests)
     names = {**CHAT_NAMES, **asked.names}
-    if "max_completion_tokens" in fields:
+    if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     return replace(
         asked,
         names=names,
-        echoes=fields.boolean("echo") or False,
+        echoes=request.echo or False,
         offer=offer,
         terms=replace(asked.terms, leeway=leeway),
-        tells_thoughts=tells_thoughts,
+        tells_thoughts=request.include_reasoning is not False,
     )
 
 
-def _usage_options(options: Fields) -> tuple[bool, bool]:
-    """Return whether a stream ends with its usage, and whether every event has the usage."""
-    options.raw("include_obfuscation")
-    return options.boolean("include_usage") or False, options.boolean("continuous_usage_stats") or False
+_SAME: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("n", "seed", "min_tokens", "prompt_logprobs", "skip_special_tokens", "ignore_eos", "include_stop_str_in_output"),
+    *("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids"),
+)
 
 
-def _sampling_params(fields: Fields) -> SamplingParams:
-    """Return the sampling parameters that both endpoints have."""
-    given: dict[str, Any] = {}
-    readers: list[tuple[tuple[str, ...], Callable[[str], Any]]] = [
-        (_NUMBERS, fields.number),
-        (_INTEGERS, fields.integer),
-        (_BOOLEANS, fields.boolean),
-    ]
-    for names, read in readers:
-        given |= {name: read(name) for name in names if name in fields}
+def _sampling_params(request: CompletionFields) -> SamplingParams:
+    """Return the sampling parameters that completions and chat completions have."""
     return SamplingParams(
-        **given,
-        n=fields.integer("n", (1, MAX_ANSWERS)),
-        seed=fields.integer("seed", INT64),
-        stop=fields.texts("stop", MAX_STOP_STRINGS),
-        stop_token_ids=fields.integers("stop_token_ids", MAX_STOP_TOKEN_IDS),
-        allowed_token_ids=_allowed_token_ids(fields),
-        bad_words=fields.texts("bad_words", MAX_BAD_WORDS),
-        logprob_token_ids=fields.integers("logprob_token_ids", MAX_LOGPROB_TOKEN_IDS),
-        logit_bias=_logit_bias(fields),
-        **read_constraint(fields),
+        **{name: getattr(request, name) for name in _SAME},
+        logit_bias={int(token): bias or 0.0 for token, bias in (request.logit_bias or {}).items()},
+        **_constraint(request),
     )
 
 
-def _allowed_token_ids(fields: Fields) -> list[int]:
-    token_ids = fields.integers("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS)
-    if not token_ids and "allowed_token_ids" in fields:
-        raise fields.problem("allowed_token_ids", "is empty: an answer needs at least one token")
-    return token_ids
-
-
-def _logit_bias(fields: Fields) -> dict[int, float]:
-    given = fields.raw("logit_bias")
-    biases = fields.nested("logit_bias", MAX_LOGIT_BIAS) or Fields({})
-    found: dict[int, float] = {}
-    for token in given or {}:
-        if not (token.isascii() and token.isdigit() and len(token) <= len(str(UINT32[1]))) or int(token) > UINT32[1]:
-            raise fields.problem("logit_bias", f"has the key {shown(token)}, which is no token id")
-        bias = biases.number(token)
-        found[int(token)] = 0.0 if bias is None else bias
-    return found
-
-
-def _chat_logprobs(fields: Fields) -> int | None:
-    num_top = fields.integer("top_logprobs")
-    if fields.boolean("logprobs"):
-        return num_top or 0
-    if num_top:
-        raise fields.problem("top_logprobs", "needs logprobs: true")
-    return None
+def prompts_of(value: Prompts) -> Sequence[str | list[int]]:
+    """Return the prompts of a string, token ids, or a list of either."""
+    if isinstance(value, list) and not isinstance(value[0], int):
+        return value
+    return [value]
 
 
 # ---- Ids of the requests of one call ----
@@ -334,85 +289,225 @@ def ids_of(request_id: str, count: int) -> list[str]:
 # ---- Structured output: OpenAI's response_format and vLLM's structured_outputs ----
 
 KINDS: Final = ("json", "json_object", "regex", "choice", "grammar")  # of structured_outputs
-WITHOUT_EFFECT: Final = ("name", "description", "strict")  # of a schema, which is enforced in any case
 
 
-def read_constraint(fields: Fields) -> dict[str, Any]:
+def _constraint(request: CompletionFields) -> dict[str, Any]:
     """Return the constraint fields of SamplingParams. Raises RequestError."""
-    form, outputs = fields.nested("response_format"), fields.nested("structured_outputs")
-    asked = {} if form is None else _of_form(fields, form)
+    outputs = request.structured_outputs
+    found = {} if request.response_format is None else _of_format(request.response_format)
     if outputs is None:
-        return asked
-    if asked:
-        raise fields.problem("structured_outputs", "cannot be had beside response_format: one of them says what comes")
-    return _of_outputs(fields, outputs)
+        return found
+    if found:
+        raise bad("structured_outputs", "cannot be had beside response_format: one of them says what comes")
+    return _of_outputs(outputs)
 
 
-def constraint_names(fields: Fields) -> dict[str, str]:
+def _of_format(form: ResponseFormat) -> dict[str, Any]:
+    if form.type == "json_schema" and form.json_schema is not None:
+        return {"json_schema": _schema("response_format.json_schema.schema", form.json_schema.json_schema)}
+    if form.type == "json_object" and form.object_schema is not None:
+        return {"json_schema": _schema("response_format.schema", form.object_schema)}
+    return {"json_object": True} if form.type == "json_object" else {}
+
+
+def _of_outputs(outputs: StructuredOutputs) -> dict[str, Any]:
+    kinds: dict[str, Any] = {
+        "json": outputs.json_value,
+        "json_object": outputs.json_object or None,
+        "regex": outputs.regex,
+        "choice": outputs.choice,
+        "grammar": outputs.grammar,
+    }
+    given = {kind: value for kind, value in kinds.items() if value is not None}
+    if len(given) != 1:
+        raise bad("structured_outputs", f"must have one of {', '.join(kinds)}, not {len(given)}")
+    if "json" in given:
+        schema = given.pop("json")
+        given["json_schema"] = schema if isinstance(schema, str) else _schema("structured_outputs.json", schema)
+    elif "choice" in given:
+        given["choice"] = Choice(choices=outputs.choice)
+    names = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+    return {**given, **{name: getattr(outputs, name) for name in names}}
+
+
+def _constraint_names(request: CompletionFields) -> dict[str, str]:
     """Map the constraint fields of SamplingParams to the client's field names."""
-    if "structured_outputs" in fields:
+    if request.structured_outputs is not None:
         names = (*KINDS, "whitespace_pattern")
         return {"json_schema": "structured_outputs.json", **{name: f"structured_outputs.{name}" for name in names}}
-    match fields.raw("response_format"):
-        case {"type": "json_schema"}:
+    match request.response_format:
+        case ResponseFormat(type="json_schema"):
             return {"json_schema": "response_format.json_schema.schema"}
-        case {"type": "json_object"}:
+        case ResponseFormat(type="json_object"):
             return {"json_schema": "response_format.schema", "json_object": "response_format"}
     return {}
 
 
-def _of_form(fields: Fields, form: Fields) -> dict[str, Any]:
-    match kind := form.text("type"):
-        case "text":
-            return {}
-        case "json_object" if "schema" in form:  # as in llama.cpp and others
-            return {"json_schema": _schema(form, "schema")}
-        case "json_object":
-            return {"json_object": True}
-        case "json_schema":
-            given = form.nested("json_schema")
-            if given is None:
-                raise form.error("json_schema", "an object with a schema")
-            for name in WITHOUT_EFFECT:
-                given.raw(name)
-            return {"json_schema": _schema(given, "schema")}
-    raise fields.problem("response_format", f"of type {shown(kind)} is not supported")
-
-
-def _of_outputs(fields: Fields, outputs: Fields) -> dict[str, Any]:
-    if outputs.raw("structural_tag"):
-        raise outputs.problem("structural_tag", "is not supported")
-    outputs.boolean("disable_fallback")  # there is no fallback
-    kinds = [name for name in KINDS if outputs.raw(name) not in (None, False)]
-    if len(kinds) != 1:
-        raise fields.problem("structured_outputs", f"must have one of {', '.join(KINDS)}, not {len(kinds)}")
-    options = {
-        "disable_any_whitespace": outputs.boolean("disable_any_whitespace"),
-        "disable_additional_properties": outputs.boolean("disable_additional_properties"),
-        "whitespace_pattern": outputs.text("whitespace_pattern"),
-    }
-    return {**_of_kind(outputs, kinds[0]), **{name: value for name, value in options.items() if value is not None}}
-
-
-def _of_kind(outputs: Fields, kind: str) -> dict[str, Any]:
-    match kind:
-        case "json":
-            return {"json_schema": _schema(outputs, "json")}
-        case "json_object":
-            return {"json_object": outputs.boolean("json_object")}
-        case "choice":
-            return {"choice": Choice(choices=outputs.texts("choice", MAX_CHOICES))}
-    return {kind: outputs.text(kind)}
-
-
-def _schema(fields: Fields, name: str) -> str:
+def _schema(name: str, schema: Any) -> str:
     """Return a schema as text; its validity is checked when it is compiled."""
-    schema = fields.raw(name)
-    if name == "json" and isinstance(schema, str):
-        return fields.text(name) or ""
-    if not isinstance(schema, dict):
-        raise fields.error(name, "an object")
     try:
         return json.dumps(schema)
     except RecursionError as error:
-        raise fields.problem(name, "is nested too deeply") from error
+        raise bad(name, "is nested too deeply") from error
+
+
+# ---- Conversations, as chat templates take them ----
+
+
+def chat_input(request: TemplateFields, messages: Sequence[Message], *, has_tools: bool) -> ChatInput:
+    """Return the template input for a conversation, with or without the request's tools. Raises RequestError."""
+    return ChatInput(
+        messages=[_message(index, message) for index, message in enumerate(messages)],
+        tools_json=_as_json("tools", request.given("tools")) if has_tools else "",
+        template_kwargs_json=_template_kwargs_json(request),
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message or False,
+    )
+
+
+def _template_kwargs_json(request: TemplateFields) -> str:
+    """Return the template variables of a request; reasoning_effort sets the variables that templates know."""
+    kwargs, effort = request.chat_template_kwargs or {}, request.reasoning_effort
+    if effort is not None:
+        kwargs = {"reasoning_effort": effort, "enable_thinking": effort != "none", **kwargs}
+    text = _as_json("chat_template_kwargs", kwargs)
+    if len(text) > MAX_TEMPLATE_KWARGS_CHARS:  # before it is copied
+        raise bad("chat_template_kwargs", f"has {len(text)} characters, the limit is {MAX_TEMPLATE_KWARGS_CHARS}")
+    return text
+
+
+def _message(index: int, message: Message) -> ChatMessage:
+    content = message.content
+    parts = content if isinstance(content, list) else []
+    texts = [text_of(part) for part in parts if isinstance(part, TextPart | RefusalPart)]
+    thoughts = "\n".join(part.thinking for part in parts if isinstance(part, ThinkingPart))
+    extra_json = _extra_json(index, message, thoughts)
+    refused = [message.refusal] if isinstance(message, AssistantMessage) and message.refusal else []
+    if isinstance(content, list):
+        return ChatMessage(role=message.role, content_parts=texts or refused or [], extra_json=extra_json)
+    return ChatMessage(role=message.role, content=content or "".join(refused), extra_json=extra_json)
+
+
+def text_of(part: Part) -> str:
+    """Return the text of a part. A refusal counts as text."""
+    return part.refusal if isinstance(part, RefusalPart) else part.text
+
+
+def _extra_json(index: int, message: Message, thoughts: str) -> str:
+    """Return the fields of a message besides role and content, as JSON."""
+    given = {
+        "name": message.name,
+        "reasoning_content": message.reasoning if message.reasoning_content is None else message.reasoning_content,
+        "tool_call_id": message.tool_call_id,
+    }
+    extra: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if thoughts:
+        extra.setdefault("reasoning_content", thoughts)
+    if message.tool_calls:
+        extra["tool_calls"] = [_call(call) for call in message.tool_calls]
+    return _as_json(f"messages[{index}].tool_calls", extra)
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """Return an earlier tool call, with its arguments as an object, as templates expect."""
+    given, known = call.function.arguments, {} if call.id is None else {"id": call.id}
+    arguments = given if isinstance(given, dict) else object_of(given or "")
+    return {**known, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _as_json(name: str, value: Any) -> str:
+    """Return a value of a field as JSON text; empty for a falsy value."""
+    try:
+        text = json.dumps(value, ensure_ascii=False) if value else ""
+        text.encode()
+    except (RecursionError, UnicodeEncodeError) as error:
+        raise bad(name, "is nested too deeply, or has strings that are no valid Unicode") from error
+    return text
+
+
+# ---- /tokenize and /v1/embeddings ----
+
+
+def parse_tokenize(request: TokenizeRequest) -> ChatInput | str:
+    """Return what is to be tokenized: a conversation or a prompt. Raises RequestError."""
+    if request.messages is None:
+        for name in (*_OF_CHATS, "tools"):
+            if getattr(request, name):
+                raise bad(name, "needs messages: a prompt has no chat template")
+        if request.prompt is None:
+            raise bad("prompt", "is missing: send it, or messages")
+        return request.prompt
+    if request.prompt is not None:
+        raise bad("prompt", "cannot be had beside messages: send one of them")
+    if request.add_special_tokens:
+        raise bad("add_special_tokens", "(true) is not supported: the chat template writes them")
+    return chat_input(request, request.messages, has_tools=bool(functions_of(request.tools or ())))
+
+
+_OF_CHATS: Final = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort")
+
+
+def embed_requests(request: EmbeddingsRequest, request_id: str) -> tuple[EmbedRequest, ...]:
+    """Return one request for each input. Raises RequestError."""
+    inputs = prompts_of(request.input)
+    same: dict[str, Any] = {
+        "model": request.model or "",
+        "cache_salt": request.cache_salt or "",
+        "priority": request.priority,
+        "truncate_prompt_tokens": request.truncate_prompt_tokens,
+        "dimensions": request.dimensions,
+        "normalize": request.normalize,
+    }
+    return tuple(
+        EmbedRequest(request_id=each_id, text=each, **same)
+        if isinstance(each, str)
+        else EmbedRequest(request_id=each_id, tokenized=TokenizedInput(input_ids=each), **same)
+        for each_id, each in zip(ids_of(request_id, len(inputs)), inputs, strict=True)
+    )
+
+
+# ---- SLO and priority: in the body, or in headers, which gateways can set without parsing the body ----
+
+_HEADERS: Final = {
+    "ttft_ms": "x-slo-ttft-ms",
+    "tpot_ms": "x-slo-tpot-ms",
+    "slo_class": "x-slo-class",
+    "priority": "x-slo-priority",
+}
+_INTEGER: Final = re.compile(r"-?[0-9]{1,9}")
+
+
+def set_limits(requests: Sequence[GenerateRequest], request: Generating, headers: Mapping[str, str]) -> dict[str, str]:
+    """Set SLO, class and priority in all requests of a call; the body overrides headers.
+
+    Returns the headers that were used, by field. Raises RequestError.
+    """
+    values = {name: getattr(request, name) for name in _HEADERS}
+    taken = {name: header for name, header in _HEADERS.items() if values[name] is None and header in headers}
+    values |= {name: _read(name, header, headers[header]) for name, header in taken.items()}
+    for name, value in values.items():
+        for each in requests if value is not None else ():
+            setattr(each, name, value)
+    return taken
+
+
+def _read(name: str, header: str, text: str) -> Any:
+    if name == "slo_class":
+        return text
+    return _integer(header, text) if name == "priority" else _number(header, text)
+
+
+def _number(header: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise bad(header, f"must be a finite number, not {text[:80]!r}")
+    return value
+
+
+def _integer(header: str, text: str) -> int:
+    if not (_INTEGER.fullmatch(text) and abs(int(text)) <= MAX_PRIORITY):
+        raise bad(header, f"must be an integer within [{-MAX_PRIORITY}, {MAX_PRIORITY}], not {text[:80]!r}")
+    return int(text)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from coordinator.api.http.conversations import ASSISTANT
 from coordinator.api.http.logprobs import (
     NOTHING,
     Echo,
@@ -23,6 +22,7 @@ from coordinator.api.http.logprobs import (
     prompt_logprobs,
 )
 from coordinator.api.http.messages import Delta, Deltas, Message
+from coordinator.api.http.models import ASSISTANT
 from coordinator.api.http.requests import Asked
 from coordinator.api.validation import skips_special_tokens
 from coordinator.control.instructions import FINISH_REASONS

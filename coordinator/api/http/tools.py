@@ -1,20 +1,21 @@
-"""Parse the tools that a chat output may call, and build the schema of an output that must call one. Performs no
+"""Offer tools to an output: the readers of its calls, and the schema of an output that must call one. Performs no
 I/O."""
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from coordinator.api.http.conversations import function_of, name_of
-from coordinator.api.http.fields import Fields, shown
+from coordinator.api.http.fields import shown
+from coordinator.api.http.models import ChatFields, Function, NamedTool, Tool
+from coordinator.api.validation import bad
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.calls.json_calls import ListReader, NamedReader
 from coordinator.text.calls.reader import MAX_CALLS, CallReader
 from coordinator.text.schemas import with_references
 
-MAX_TOOLS: Final = 512
 AUTO, NONE, REQUIRED = "auto", "none", "required"  # tool_choice
 
 
@@ -39,74 +40,62 @@ class Offer:
         return MAX_CALLS if self.is_parallel else 1
 
 
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """Definition of one tool."""
-
-    parameters: Mapping[str, Any] | None
-    is_strict: bool
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """Schema of the arguments, which are always an object."""
-        if self.parameters is None:
-            return {"type": "object", "properties": {}, "additionalProperties": False}
-        return {**self.parameters, "type": "object"}
-
-
-def parse_offer(fields: Fields, answer_format: AnswerFormat) -> Offer | None:
+def offer_of(request: ChatFields, answer_format: AnswerFormat) -> Offer | None:
     """Return the offer of a request, or None when the output may call no tool. Raises RequestError."""
-    tools, choice = parse_tools(fields), fields.raw("tool_choice")
-    is_parallel = fields.boolean("parallel_tool_calls") is not False
-    if choice == REQUIRED or isinstance(choice, dict):
-        with _refusing_depth(fields):
-            return _forced_offer(fields, tools, is_parallel=is_parallel)
-    if choice not in (None, AUTO, NONE):
-        problem = f"({shown(choice)}) is not supported: it may be none, auto, required or one of the tools"
-        raise fields.problem("tool_choice", problem)
-    if choice == NONE or not tools:
+    choice, is_parallel = request.tool_choice, request.parallel_tool_calls is not False
+    functions = functions_of(request.tools or ())
+    if choice == REQUIRED or isinstance(choice, NamedTool):
+        with _refusing_depth():
+            return _forced_offer(functions, choice, is_parallel=is_parallel)
+    if choice == NONE or not functions:
         return None
     if not answer_format.has_calls:
-        raise fields.problem("tools", "are not supported: how the model calls them is not known (--tool-call-parser)")
-    with _refusing_depth(fields):
-        held = tuple((name, json.dumps(tool.schema) if tool.is_strict else "") for name, tool in tools.items())
-    return Offer(frozenset(tools), is_parallel, held=held)
+        raise bad("tools", "are not supported: how the model calls them is not known (--tool-call-parser)")
+    with _refusing_depth():
+        held = tuple((name, json.dumps(schema_of(each)) if each.strict else "") for name, each in functions.items())
+    return Offer(frozenset(functions), is_parallel, held=held)
 
 
 @contextmanager
-def _refusing_depth(fields: Fields) -> Iterator[None]:
+def _refusing_depth() -> Iterator[None]:
     try:
         yield
     except RecursionError as error:
-        raise fields.problem("tools", "are nested too deeply") from error
+        raise bad("tools", "are nested too deeply") from error
 
 
-def _forced_offer(fields: Fields, tools: Mapping[str, Tool], *, is_parallel: bool) -> Offer:
+def _forced_offer(functions: Mapping[str, Function], choice: str | NamedTool, *, is_parallel: bool) -> Offer:
     """Return the offer of a request that requires a call of any tool or of one tool."""
-    if not tools:
-        raise fields.problem("tool_choice", "asks for a call, but there are no tools")
-    if fields.raw("tool_choice") == REQUIRED:
-        schema = calls_schema(tools, is_parallel=is_parallel)
-        loose = tuple(str(index) for index, tool in enumerate(tools.values()) if not tool.is_strict)
-        return Offer(frozenset(tools), is_parallel, ListReader, json.dumps(schema), loose)
-    name = name_of(function_of(fields.nested("tool_choice") or Fields({})))
-    if name not in tools:
-        raise fields.problem("tool_choice", f"is {shown(name)}, which is none of the tools")
-    loose = () if tools[name].is_strict else ("",)
-    return Offer(frozenset({name}), False, NamedReader, json.dumps(tools[name].schema), loose)
+    if not functions:
+        raise bad("tool_choice", "asks for a call, but there are no tools")
+    if not isinstance(choice, NamedTool):
+        schema = calls_schema({name: schema_of(each) for name, each in functions.items()}, is_parallel=is_parallel)
+        loose = tuple(str(index) for index, each in enumerate(functions.values()) if not each.strict)
+        return Offer(frozenset(functions), is_parallel, ListReader, json.dumps(schema), loose)
+    if (function := functions.get(choice.function.name)) is None:
+        raise bad("tool_choice", f"is {shown(choice.function.name)}, which is none of the tools")
+    loose = () if function.strict else ("",)
+    return Offer(frozenset({function.name}), False, NamedReader, json.dumps(schema_of(function)), loose)
 
 
-def parse_tools(fields: Fields) -> dict[str, Tool]:
-    """Return the tools by name. Raises RequestError."""
-    return dict(map(_tool, fields.objects("tools", MAX_TOOLS)))
+def functions_of(tools: Sequence[Tool]) -> dict[str, Function]:
+    """Return the functions by name."""
+    return {tool.function.name: tool.function for tool in tools}
 
 
-def calls_schema(tools: Mapping[str, Tool], *, is_parallel: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls.
+def schema_of(function: Function) -> dict[str, Any]:
+    """Return the schema of the arguments, which are always an object."""
+    if function.parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {**function.parameters, "type": "object"}
 
-    Every tool's schema becomes a definition, and references within it are changed to that place.
+
+def calls_schema(schemas: Mapping[str, Mapping[str, Any]], *, is_parallel: bool) -> dict[str, Any]:
+    """Return the schema of a list of calls, from those of each function's arguments.
+
+    Every function's schema becomes a definition, and references within it are changed to that place.
     """
-    places = {name: f"#/$defs/{index}" for index, name in enumerate(tools)}  # a name may not be valid in a reference
+    places = {name: f"#/$defs/{index}" for index, name in enumerate(schemas)}  # a name may not be valid in a reference
     calls = [
         {
             "type": "object",
@@ -119,7 +108,7 @@ def calls_schema(tools: Mapping[str, Tool], *, is_parallel: bool) -> dict[str, A
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if not is_parallel:
         schema["maxItems"] = 1
-    moved = [_moved(tools[name].schema, place) for name, place in places.items()]
+    moved = [_moved(schemas[name], place) for name, place in places.items()]
     return {**schema, "$defs": {str(index): each for index, each in enumerate(moved)}}
 
 
@@ -134,18 +123,56 @@ def _moved(schema: Mapping[str, Any], place: str) -> Any:
     return with_references({name: value for name, value in schema.items() if name != "$id"}, reference)
 
 
-def _tool(tool: Fields) -> tuple[str, Tool]:
-    function = function_of(tool)
-    function.text("description")
-    is_strict = function.boolean("strict") or False
-    parameters = function.raw("parameters")
-    if not isinstance(parameters, dict | None):
-        raise function.error("parameters", "a JSON schema: an object")
-    if is_strict and parameters is not None and not _allows_objects(parameters):
-        raise function.error("parameters", "a JSON schema of objects")
-    return name_of(function), Tool(parameters, is_strict)
+# ---- Arguments of a call, as JSON that a model wrote ----
+
+MAX_DEPTH: Final = 256  # levels; the stack suffices to serialize as many again
 
 
-def _allows_objects(schema: Mapping[str, Any]) -> bool:
-    types = schema.get("type", "object")
-    return "object" in (types if isinstance(types, list) else [types])
+def object_of(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object.
+
+    Text that is no JSON object (cut short, or with a number that JSON does not have) is returned under the key
+    "arguments", so that it is not mistaken for a call without arguments.
+    """
+    try:
+        value = parsed(arguments or "{}")
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
+
+
+def parsed(text: str) -> Any:
+    """Parse JSON that can be serialized again unchanged.
+
+    Raises ValueError for anything else: invalid JSON, numbers beyond a float (1e400) or outside JSON (NaN), lone
+    surrogates, and more than MAX_DEPTH levels.
+    """
+    try:
+        value = json.loads(text, parse_float=_finite, parse_constant=_refuse_constant)
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not _is_shallow(value):
+        raise ValueError(f"it has more than {MAX_DEPTH} levels")
+    return value
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:80]} is beyond the range of a float")
+    return number
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _is_shallow(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        if not inner:
+            return True
+        level = [each for values in inner for each in values]
+    return False

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import pytest
 
-from coordinator.api.http.known_fields import KNOWN, MESSAGES
+from coordinator.api.http.models import MessagesRequest
 from tests import fleet_events as events
 from tests.scripted_nodes import DEADLINE_S, run
 from tests.unit.coordinator.http_kit import (
@@ -220,18 +220,24 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, 'messages[0].content[0].type "image" is not supported'),
     (
         {"messages": [{"role": "user", "content": [PDF]}]},
-        'messages[0].content[0].source.type ("base64") is not supported',
+        'messages[0].content[0].source.type "base64" is not supported',
     ),
-    ({"messages": [{"role": "user", "content": [CITED]}]}, "messages[0].content[0].citations are not supported"),
+    (
+        {"messages": [{"role": "user", "content": [CITED]}]},
+        "messages[0].content[0].citations.enabled (true) is not supported",
+    ),
     ({"extra_body": {"context_management": CLEARS}}, "context_management (an object) is not supported"),
-    ({"messages": [{"role": "me", "content": "a"}]}, "messages[0].role must be one of user, assistant, system"),
-    ({"messages": []}, "messages is missing or empty"),
-    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content must be a text, or at least one block"),
+    (
+        {"messages": [{"role": "me", "content": "a"}]},
+        'messages[0].role "me" is not supported: it must be user, assistant or system',
+    ),
+    ({"messages": []}, "messages has 0 entries, at least 1 is needed"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content has 0 entries, at least 1 is needed"),
     ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
     ({"max_tokens": 5000}, "prompt is too long: max_tokens (5000) and the prompt"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences has 17 entries, the limit is 16"),
-    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 'tools[0].type ("bash_20250124") is not supported'),
-    ({"tools": [{**TOOL, "input_schema": []}]}, "tools[0].input_schema must be a JSON schema"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type must be 'custom', not \"bash_20250124\""),
+    ({"tools": [{**TOOL, "input_schema": []}]}, "tools[0].input_schema must be an object, not a list"),
     ({"tool_choice": {"type": "tool", "name": "f"}}, 'tool_choice is "f", which is none of the tools'),
     (
         {"tools": [], "output_config": {"format": {"type": "json_schema", "schema": 5}}},
@@ -271,8 +277,8 @@ def test_what_cannot_be_is_refused_in_the_form_of_the_api(tmp_path):
 
 
 def test_every_field_of_anthropic_is_listed():
-    names = {each.name for each in KNOWN if MESSAGES in each.endpoints}
-    assert anthropic.types.message_create_params.MessageCreateParamsStreaming.__annotations__.keys() <= names
+    params = anthropic.types.message_create_params.MessageCreateParamsStreaming.__annotations__
+    assert params.keys() <= MessagesRequest.model_fields.keys()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from coordinator.api.http import sse
-from coordinator.api.http.fields import MAX_BODY_BYTES
+from coordinator.api.http.body import MAX_BODY_BYTES
 from tests import fleet_events as events
 from tests.scripted_nodes import begin, hand_over, run, step
 from tests.unit.coordinator.http_kit import (
@@ -152,7 +152,7 @@ def test_a_prompt_is_cut_at_the_side_that_is_named(tmp_path, side, kept):
             await c.nodes["d0"].answer_cancel(attempt)
             assert (await call).status_code == 200
             error = (await post(client, truncation_side="middle")).json()["error"]
-            assert error["message"] == 'truncation_side must be one of left, right, not "middle"'
+            assert error["message"] == "truncation_side must be 'left' or 'right', not \"middle\""
 
     run(scenario())
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from coordinator.api.http.anthropic_messages import MessagesCall
-from coordinator.api.http.fields import Fields
+from coordinator.api.http.models import MessagesRequest, ResponsesRequest
 from coordinator.api.http.openai_responses import ResponsesCall
 from coordinator.api.prompts import tokenize
 from coordinator.api.validation import check_chat
@@ -190,14 +190,13 @@ def test_parts_that_are_refused(chat, field):
 
 
 @pytest.mark.parametrize(
-    ("dialect", "kind", "body"),
-    [(MessagesCall, "text", {"max_tokens": 5}), (ResponsesCall, "input_text", {})],
+    ("call", "model", "kind", "name"),
+    [(MessagesCall, MessagesRequest, "text", "messages"), (ResponsesCall, ResponsesRequest, "input_text", "input")],
 )
-def test_parts_stay_parts_in_other_apis(dialect, kind, body):
+def test_parts_stay_parts_in_other_apis(call, model, kind, name):
     said = [{"type": kind, "text": text} for text in ("One.", "Two.")]
     turns = [{"role": "user", "content": said}, {"role": "user", "content": said[:1]}]
-    fields = Fields({"model": "m", **body, "input" if dialect is ResponsesCall else "messages": turns})
-    [request] = dialect().parse(fields, "id").requests
+    [request] = call().parse(model.read({"model": "m", name: turns}), "id").requests
     told = [(message.content, list(message.content_parts)) for message in request.chat.messages]
     assert told == [("", ["One.", "Two."]), ("One.", [])]
 

@@ -7,12 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.api.http.conversations import MAX_ARGUMENTS_CHARS, MAX_DEPTH, MAX_TEMPLATE_KWARGS, parsed
-from coordinator.api.http.fields import MAX_VALUES, Fields
+from coordinator.api.http import tools
+from coordinator.api.http.body import MAX_VALUES
+from coordinator.api.http.models import (
+    MAX_ARGUMENTS_CHARS,
+    MAX_CONVERSATIONS,
+    MAX_TEMPLATE_KWARGS,
+    MAX_TOOLS,
+    BatchRequest,
+    ChatRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    Tool,
+)
 from coordinator.api.http.openai_responses import ResponsesCall
-from coordinator.api.http.requests import MAX_CONVERSATIONS, parse_batch, parse_chat
-from coordinator.api.http.tokenizing import parse_tokenize
-from coordinator.api.http.tools import MAX_TOOLS, Offer, Tool, calls_schema, parse_tools
+from coordinator.api.http.requests import parse_batch, parse_chat, parse_tokenize
+from coordinator.api.http.tools import MAX_DEPTH, Offer, calls_schema, parsed
 from coordinator.api.validation import MAX_CONSTRAINT_CHARS
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.calls.reader import MAX_CALLS
@@ -35,7 +45,7 @@ def call(arguments, name="f", **others):
 
 
 def asked(*messages, answer_format=HERMES, **fields):
-    return parse_chat(Fields({"messages": list(messages) or [HI], **fields}), "id", answer_format)
+    return parse_chat(ChatRequest.read({"messages": list(messages) or [HI], **fields}), "id", answer_format)
 
 
 def chat_of(*messages, **fields):
@@ -101,7 +111,7 @@ def test_a_call_that_has_to_come_is_a_constraint_whatever_the_models_own_form():
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
     assert schema_of(tools=[F], tool_choice=F) == nothing
     schema = schema_of(tools=[F, WEATHER], tool_choice="required", parallel_tool_calls=False)
-    assert schema == calls_schema({"f": Tool(None, False), "weather": Tool(PARAMETERS, True)}, is_parallel=False)
+    assert schema == calls_schema({"f": nothing, "weather": PARAMETERS}, is_parallel=False)
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     assert "maxItems" not in schema_of(tools=[F], tool_choice="required")
 
@@ -132,15 +142,17 @@ NAMED["$defs"] = {"A": {"type": "integer"}}
     ],
 )
 def test_the_schema_of_calls_is_that_of_every_tool(calls, is_valid):
-    parameters = {"f": None, "weather": PARAMETERS, "a/tree": TREE, "größe%": NAMED}
-    schema = calls_schema({name: Tool(each, False) for name, each in parameters.items()}, is_parallel=True)
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    parameters = {"f": nothing, "weather": PARAMETERS, "a/tree": TREE, "größe%": NAMED}
+    schemas = {name: {**each, "type": "object"} for name, each in parameters.items()}
+    schema = calls_schema(schemas, is_parallel=True)
     assert jsonschema.Draft202012Validator(schema).is_valid(calls) == is_valid
 
 
 def test_data_in_the_schema_of_a_tool_stays_as_it_is():
     data = {"const": {"$ref": "#/a"}, "default": [{"$ref": "#"}]}
     tool = {"properties": {"const": {"$ref": "#"}, "x": data}}
-    [migrated] = calls_schema({"t": Tool(tool, False)}, is_parallel=True)["$defs"].values()
+    [migrated] = calls_schema({"t": tool}, is_parallel=True)["$defs"].values()
     assert migrated["properties"] == {"const": {"$ref": "#/$defs/0"}, "x": data}
 
 
@@ -170,7 +182,7 @@ def test_what_a_model_wrote_and_is_no_object_is_told_as_it_is(arguments):
     [told] = extra_of({"role": "assistant", "tool_calls": [call(arguments)]})["tool_calls"]
     assert told["function"]["arguments"] == {"arguments": arguments}
     said = {"type": "function_call", "call_id": "a", "name": "f", "arguments": arguments}
-    message = ResponsesCall().parse(Fields({"input": [said]}), "id").requests[0].chat.messages[0]
+    message = ResponsesCall().parse(ResponsesRequest.read({"input": [said]}), "id").requests[0].chat.messages[0]
     assert json.loads(message.extra_json)["tool_calls"][0]["function"]["arguments"] == {"arguments": arguments}
 
 
@@ -179,9 +191,7 @@ def test_what_openais_client_dumps_can_be_sent_again():
 
     sent = {"role": "assistant", "content": None, "tool_calls": [call("{}", id="c1")]}
     message = ChatCompletionMessage.model_validate(sent).model_dump()
-    fields = Fields({"messages": [HI, message]})
-    parse_chat(fields, "id", HERMES)
-    assert fields.unread() == []
+    assert ChatRequest.read({"messages": [HI, message]}).unknown_fields() == []
 
 
 def parts(*given):
@@ -208,8 +218,8 @@ def test_parts_of_other_apis_are_text_where_their_meaning_is_plain():
             {"type": "thinking", "thinking": "a"},
             'type "thinking" is not supported: this model reads text alone',
         ),
-        ("assistant", {"type": "thinking"}, "thinking must be a string, not null"),
-        ("assistant", {"type": "refusal", "text": "a"}, "refusal must be a string, not null"),
+        ("assistant", {"type": "thinking"}, "thinking is missing"),
+        ("assistant", {"type": "refusal", "text": "a"}, "refusal is missing"),
         ("assistant", {"type": "audio"}, 'type "audio" is not supported: this model reads text alone'),
         ("user", {"type": "image_url"}, 'type "image_url" is not supported: this model reads text alone'),
     ],
@@ -259,7 +269,7 @@ def test_arguments_are_objects_whatever_parameters_say(types):
     """Readers of calls know no others, nor do clients."""
     is_strict = types.get("type") != "array"
     function = {"name": "f", "strict": is_strict, "parameters": {**types, "properties": {"a": {"type": "null"}}}}
-    schema = parse_tools(Fields({"tools": [{"type": "function", "function": function}]}))["f"].schema
+    schema = tools.schema_of(Tool.model_validate({"type": "function", "function": function}).function)
     validator = jsonschema.Draft202012Validator(schema)
     assert [validator.is_valid(value) for value in ({"a": None}, {"a": 1}, None, [])] == [True, False, False, False]
 
@@ -303,22 +313,22 @@ def test_fields_of_the_template():
 
 def test_tokenize_takes_the_same_and_reads_all_of_it():
     values = {"messages": [HI], "tools": [WEATHER], "add_generation_prompt": False, "chat_template_kwargs": {"a": 1}}
-    fields = Fields({**values, "continue_final_message": False, "add_special_tokens": False})
-    chat = parse_tokenize(fields).chat
-    assert fields.unread() == []
+    request = TokenizeRequest.read({**values, "continue_final_message": False, "add_special_tokens": False})
+    chat = parse_tokenize(request)
+    assert request.unknown_fields() == []
     assert (json.loads(chat.tools_json), json.loads(chat.template_kwargs_json)) == ([WEATHER], {"a": 1})
     for name, value in (("chat_template", "x"), ("add_special_tokens", True), ("documents", [{}])):
         with pytest.raises(RequestError, match=f"^{name} .* is not supported"):
-            parse_tokenize(Fields({"messages": [HI], name: value}))
+            parse_tokenize(TokenizeRequest.read({"messages": [HI], name: value}))
 
 
 @pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message", "reasoning_effort"])
 def test_what_is_for_a_chat_template_is_refused_beside_a_prompt_and_so_are_messages(name):
     value = "low" if name == "reasoning_effort" else True
     with pytest.raises(RequestError, match=f"^{name} needs messages: a prompt has no chat template$"):
-        parse_tokenize(Fields({"prompt": "p", name: value}))
+        parse_tokenize(TokenizeRequest.read({"prompt": "p", name: value}))
     with pytest.raises(RequestError, match="prompt cannot be had beside messages"):
-        parse_tokenize(Fields({"prompt": "p", "messages": [HI]}))
+        parse_tokenize(TokenizeRequest.read({"prompt": "p", "messages": [HI]}))
 
 
 def test_the_effort_is_told_to_the_template_in_the_variables_that_templates_know():
@@ -328,18 +338,18 @@ def test_the_effort_is_told_to_the_template_in_the_variables_that_templates_know
     chat = chat_of(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True, "a": 1})
     assert json.loads(chat.template_kwargs_json) == {"reasoning_effort": "none", "enable_thinking": True, "a": 1}
     field, message = refusal(reasoning_effort="much")
-    assert (field, message.endswith('high, xhigh, max, not "much"')) == ("reasoning_effort", True)
+    assert (field, message.endswith("'xhigh' or 'max', not \"much\"")) == ("reasoning_effort", True)
 
 
 def test_a_batch_is_a_request_for_each_conversation():
     other = {"role": "user", "content": "other"}
-    asked_for = parse_batch(Fields({"messages": [[HI], [HI, other]], "max_tokens": 3}), "id", HERMES)
+    asked_for = parse_batch(BatchRequest.read({"messages": [[HI], [HI, other]], "max_tokens": 3}), "id", HERMES)
     assert [request.request_id for request in asked_for.requests] == ["id-0", "id-1"]
     assert [[message.content for message in request.chat.messages] for request in asked_for.requests] == [
         ["hi"],
         ["hi", "other"],
     ]
-    [alone] = parse_chat(Fields({"messages": [HI], "max_tokens": 3}), "id-0", HERMES).requests
+    [alone] = parse_chat(ChatRequest.read({"messages": [HI], "max_tokens": 3}), "id-0", HERMES).requests
     assert asked_for.requests[0] == alone
 
 
@@ -350,23 +360,23 @@ def test_what_is_the_same_for_all_conversations_may_not_be_long():
         ({"stop": ["a" * 2**19]}, "the 256 prompts' sampling fields have 134218752 bytes, the limit is 134217728"),
     ):
         with pytest.raises(RequestError) as caught:
-            parse_batch(Fields({"messages": messages, **fields}), "id")
+            parse_batch(BatchRequest.read({"messages": messages, **fields}), "id")
         assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        (None, "messages is missing or empty: a batch needs at least one conversation"),
+        (None, "messages must be a list, not null"),
         ([HI], "messages[0] must be a list, not an object"),
-        ([[HI], []], "messages[1] is missing or empty: a conversation needs at least one message"),
-        ([[HI], [HI, {"role": 3}]], "messages[1][1].role must be a string of valid Unicode, not 3"),
+        ([[HI], []], "messages[1] has 0 entries, at least 1 is needed"),
+        ([[HI], [HI, {"role": 3, "content": ""}]], "messages[1][1].role must be a string of valid Unicode, not 3"),
         ([[HI]] * (MAX_CONVERSATIONS + 1), "messages has 257 entries, the limit is 256"),
     ],
 )
 def test_what_is_no_batch(messages, message):
     with pytest.raises(RequestError) as caught:
-        parse_batch(Fields({"messages": messages}), "id")
+        BatchRequest.read({"messages": messages})
     assert str(caught.value) == message
 
 

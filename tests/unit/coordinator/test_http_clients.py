@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from coordinator.api.http import fields, serving
+from coordinator.api.http import body, serving
 from coordinator.api.http.serving import HttpServer
 from tests.scripted_nodes import DEADLINE_S, begin, begin_to_write, hand_over, run, step
 from tests.tiny_models import CHAT_TEMPLATE
@@ -197,7 +197,7 @@ def test_headers_that_do_not_come_end_the_connection(tmp_path, monkeypatch, sent
 
 
 def test_a_body_that_does_not_come_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(fields, "BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.1)
 
     async def scenario():
         async with http_cluster(tmp_path, nodes=()) as (c, _):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from coordinator.api.http import app
-from coordinator.api.http.fields import MAX_VALUES
+from coordinator.api.http.body import MAX_VALUES
 from coordinator.text import structures
 from coordinator.text.program import Program
 from coordinator.text.tokenizer import LONG_TEXT_CHARS, NUM_THREADS

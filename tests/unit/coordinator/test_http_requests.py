@@ -8,19 +8,18 @@ from google.protobuf import json_format
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.api.http.conversations import MAX_PARTS
-from coordinator.api.http.embeddings import parse_embeddings
-from coordinator.api.http.fields import MAX_STRINGS, MAX_VALUES, Fields, read_fields
+from coordinator.api.http.body import MAX_STRINGS, MAX_VALUES, json_object
+from coordinator.api.http.models import MAX_PROMPTS, ChatRequest, CompletionRequest, EmbeddingsRequest
 from coordinator.api.http.requests import (
     CHAT_NAMES,
     COMPLETION_NAMES,
-    MAX_PROMPTS,
     Asked,
+    embed_requests,
     parse_chat,
     parse_completion,
 )
 from coordinator.api.prompts import Terms
-from coordinator.api.validation import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from coordinator.api.validation import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PARTS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from serving_core.errors import RequestError
 
 SAMPLING = {
@@ -54,11 +53,12 @@ def as_json(message):
 
 
 def completion(**fields):
-    return parse_completion(Fields({"prompt": "p", **fields}), "id")
+    return parse_completion(CompletionRequest.read({"prompt": "p", **fields}), "id")
 
 
 def chat(*messages, **fields):
-    return parse_chat(Fields({"messages": list(messages) or [{"role": "user", "content": "c"}], **fields}), "id")
+    body = {"messages": list(messages) or [{"role": "user", "content": "c"}], **fields}
+    return parse_chat(ChatRequest.read(body), "id")
 
 
 def refusal(parse, **fields):
@@ -130,23 +130,20 @@ def test_what_is_no_prompt(prompt):
     assert refusal(completion, prompt=prompt)[0] == "prompt"
 
 
-INTEGER = "an integer within [0, 4294967295]"
-
-
 @pytest.mark.parametrize(
     ("prompt", "entry", "problem"),
     [
-        ([None], "prompt[0]", f"must be {INTEGER}, not null"),
+        ([None], "prompt[0]", "must be an integer, not null"),
         (["a", 1], "prompt[1]", "must be a string of valid Unicode, not 1"),
         (["a", [1]], "prompt[1]", "must be a string of valid Unicode, not a list"),
-        ([1, "a"], "prompt[1]", f'must be {INTEGER}, not "a"'),
-        ([1, True], "prompt[1]", f"must be {INTEGER}, not true"),
+        ([1, "a"], "prompt[1]", 'must be an integer, not "a"'),
+        ([1, True], "prompt[1]", "must be an integer, not true"),
         ([[1], "a"], "prompt[1]", 'must be a list, not "a"'),
         ([[1], 2], "prompt[1]", "must be a list, not 2"),
-        ([[1], [2, -1]], "prompt[1][1]", f"must be {INTEGER}, not -1"),
-        ([-1], "prompt[0]", f"must be {INTEGER}, not -1"),
-        ([2**32], "prompt[0]", f"must be {INTEGER}, not 4294967296"),
-        ([1.0], "prompt[0]", f"must be {INTEGER}, not 1.0"),
+        ([[1], [2, -1]], "prompt[1][1]", "must be at least 0, not -1"),
+        ([-1], "prompt[0]", "must be at least 0, not -1"),
+        ([2**32], "prompt[0]", "must be at most 4294967295, not 4294967296"),
+        ([1.0], "prompt[0]", "must be an integer, not 1.0"),
     ],
 )
 def test_an_entry_that_is_no_part_of_a_prompt_is_named(prompt, entry, problem):
@@ -154,48 +151,47 @@ def test_an_entry_that_is_no_part_of_a_prompt_is_named(prompt, entry, problem):
 
 
 def test_how_many_answers_there_may_be_is_told_whatever_was_asked():
-    assert refusal(completion, n="2") == ("n", 'n must be an integer within [1, 128], not "2"')
-    assert refusal(completion, n=129) == ("n", "n must be an integer within [1, 128], not 129")
+    assert refusal(completion, n="2") == ("n", 'n must be an integer, not "2"')
+    assert refusal(completion, n=129) == ("n", "n must be at most 128, not 129")
 
 
 def test_the_number_of_prompts_has_a_limit():
     assert refusal(completion, prompt=["a"] * (MAX_PROMPTS + 1)) == (
         "prompt",
-        "prompt has 257 prompts, the limit is 256",
+        "prompt has 257 entries, the limit is 256",
     )
 
 
 @pytest.mark.parametrize(("count", "limit"), [(1, 128), (2, 126), (11, 125)])
 def test_an_id_leaves_room_for_the_number_of_a_prompt(count, limit):
-    def parsed(parse, length, **fields):
-        return parse(Fields(fields), "i" * length)
-
-    for parse, name in ((parse_completion, "prompt"), (parse_embeddings, "input")):
-        values = {name: ["a"] * count}
-        assert len(parsed(parse, limit, **values).requests[-1].request_id) == 128
+    prompts = ["a"] * count
+    for requests_of in (
+        lambda name: parse_completion(CompletionRequest.read({"prompt": prompts}), name).requests,
+        lambda name: embed_requests(EmbeddingsRequest.read({"input": prompts}), name),
+    ):
+        assert len(requests_of("i" * limit)[-1].request_id) == 128
         if limit < 128:
             message = f"request_id has {limit + 1} characters, the limit for {count} requests is {limit}"
             with pytest.raises(RequestError, match=message):
-                parsed(parse, limit + 1, **values)
+                requests_of("i" * (limit + 1))
 
 
 HI = {"role": "user", "content": "hi"}
-NOTHING = object()  # none of which may be looked at
 
 
 @pytest.mark.parametrize(
-    ("parse", "name", "value", "limit"),
+    ("name", "value", "limit"),
     [
-        (parse_completion, "stop", [NOTHING] * (MAX_STOP_STRINGS + 1), MAX_STOP_STRINGS),
-        (parse_chat, "stop_token_ids", [NOTHING] * (MAX_STOP_TOKEN_IDS + 1), MAX_STOP_TOKEN_IDS),
-        (parse_chat, "logit_bias", dict.fromkeys(map(str, range(MAX_LOGIT_BIAS + 1)), NOTHING), MAX_LOGIT_BIAS),
-        (parse_chat, "messages", [NOTHING] * (MAX_MESSAGES + 1), MAX_MESSAGES),
+        ("stop", ["a"] * (MAX_STOP_STRINGS + 1), MAX_STOP_STRINGS),
+        ("stop_token_ids", [7] * (MAX_STOP_TOKEN_IDS + 1), MAX_STOP_TOKEN_IDS),
+        ("logit_bias", dict.fromkeys(map(str, range(MAX_LOGIT_BIAS + 1)), 1), MAX_LOGIT_BIAS),
+        ("messages", [{}] * (MAX_MESSAGES + 1), MAX_MESSAGES),
     ],
 )
-def test_lists_are_counted_before_they_are_looked_at(parse, name, value, limit):
-    fields = Fields({"prompt": "p", "messages": [HI]} | {name: value})
+def test_lists_have_limits(name, value, limit):
+    """And their number of entries is all that is said of one that is too long."""
     with pytest.raises(RequestError) as caught:
-        parse(fields, "id")
+        ChatRequest.read({"messages": [HI]} | {name: value})
     assert str(caught.value) == f"{name} has {limit + 1} entries, the limit is {limit}"
     assert (caught.value.reason, caught.value.metadata["field"]) == ("BAD_PARAM", name)
 
@@ -239,9 +235,8 @@ REFUSED_FIELDS = [
         ({"max_tokens": "9"}, 'max_tokens must be an integer, not "9"'),
         ({"max_tokens": True}, "max_tokens must be an integer, not true"),
         ({"seed": 0.5}, "seed must be an integer, not 0.5"),
-        ({"top_k": 2**31}, "top_k must be an integer within [-2147483648, 2147483647], not 2147483648"),
-        ({"seed": 10**99}, "seed must be an integer within "
-                           "[-9223372036854775808, 9223372036854775807], not an integer beyond 64 bits"),
+        ({"top_k": 2**31}, "top_k must be at most 2147483647, not 2147483648"),
+        ({"seed": 10**99}, "seed must be at most 9223372036854775807, not an integer beyond 64 bits"),
         ({"temperature": "hot"}, 'temperature must be a finite number, not "hot"'),
         ({"temperature": float("nan")}, "temperature must be a finite number, not NaN"),
         ({"temperature": 10**400}, "temperature must be a finite number, not an integer beyond 64 bits"),
@@ -249,24 +244,24 @@ REFUSED_FIELDS = [
         ({"stream": 1}, "stream must be true or false, not 1"),
         ({"stop": 1}, "stop must be a string or a list of strings, not 1"),
         ({"stop": ["a", 1]}, "stop[1] must be a string of valid Unicode, not 1"),
-        ({"stop": "\ud800"}, 'stop must be a string of valid Unicode, not "\\ud800"'),
-        ({"stop_token_ids": [-1]}, "stop_token_ids[0] must be an integer within [0, 4294967295], not -1"),
+        ({"stop": "\ud800"}, 'stop[0] must be a string of valid Unicode, not "\\ud800"'),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0] must be at least 0, not -1"),
         ({"logit_bias": [1]}, "logit_bias must be an object, not a list"),
         ({"logit_bias": {"x": 1}}, 'logit_bias has the key "x", which is no token id'),
         ({"logit_bias": {"1": "x"}}, 'logit_bias.1 must be a finite number, not "x"'),
         ({"stream_options": True}, "stream_options must be an object, not true"),
         ({"model": 3}, "model must be a string of valid Unicode, not 3"),
-        ({"best_of": True}, "best_of (true) is not supported: as many answers are made as n asks for"),
-        ({"use_beam_search": True}, "use_beam_search (true) is not supported: there is no beam search, answers are "
+        ({"best_of": True}, "best_of (true) is not supported: n outputs are generated and returned"),
+        ({"use_beam_search": True}, "use_beam_search (true) is not supported: there is no beam search; outputs are "
                                     "sampled or greedy"),
-        ({"num_beams": 4}, "num_beams (4) is not supported: there is no beam search, answers are sampled or greedy"),
-        ({"beam_width": 2}, "beam_width (2) is not supported: there is no beam search, answers are sampled or greedy"),
-        ({"suffix": "end"}, 'suffix ("end") is not supported: an answer fills no gap'),
-        ({"allowed_token_ids": []}, "allowed_token_ids is empty: an answer needs at least one token"),
-        ({"allowed_token_ids": "a"}, "allowed_token_ids must be a list of integers within "
-                                     '[0, 4294967295], not "a"'),
+        ({"num_beams": 4}, "num_beams (4) is not supported: there is no beam search; outputs are sampled or greedy"),
+        ({"beam_width": 2}, "beam_width (2) is not supported: there is no beam search; outputs are sampled or greedy"),
+        ({"suffix": "end"}, 'suffix ("end") is not supported: the output follows the prompt'),
+        ({"allowed_token_ids": []}, "allowed_token_ids has 0 entries, at least 1 is needed"),
+        ({"allowed_token_ids": "a"}, 'allowed_token_ids must be a list, not "a"'),
         ({"stream_options": {}}, "stream_options needs stream: true"),
-        ({"response_format": {"type": "structural_tag"}}, 'response_format of type "structural_tag" is not supported'),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type must be 'text', "
+                                                       "'json_object' or 'json_schema', not \"structural_tag\""),
     ]  # fmt: skip
 
 
@@ -280,7 +275,7 @@ def test_what_a_field_may_not_be():
 UNSUPPORTED_CHATS = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"response_format": {"type": "grammar"}}, "response_format"),
+    ({"response_format": {"type": "grammar"}}, "response_format.type"),
     ({"response_format": "text"}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": "{}"}}}, JSON_SCHEMA),
@@ -341,7 +336,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "des
 def test_what_an_answer_is_made_to_be(fields, expected):
     assert as_json(chat(**fields).requests[0])["sampling_params"] == expected
     assert as_json(completion(**fields).requests[0])["sampling_params"] == expected
-    assert unread(parse_chat, {"messages": MESSAGES, **fields}) == []
+    assert unknown(ChatRequest, {"messages": MESSAGES, **fields}) == []
 
 
 def test_what_asks_for_nothing_and_what_nobody_knows_is_ignored():
@@ -376,17 +371,15 @@ HARMLESS = {
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "user", "content": "b"}]
 
 
-def unread(parse, values):
-    fields = Fields(values)
-    parse(fields, "id")
-    return fields.unread()
+def unknown(model, values):
+    return model.read(values).unknown_fields()
 
 
 def test_every_known_field_is_read():
-    assert unread(parse_chat, {"messages": MESSAGES, **SAMPLING, **HARMLESS}) == []
+    assert unknown(ChatRequest, {"messages": MESSAGES, **SAMPLING, **HARMLESS}) == []
     known = {name: value for name, value in HARMLESS.items() if not re.match("tool|top_|log|parallel|max_c", name)}
-    assert unread(parse_completion, {"prompt": ["a", "b"], **SAMPLING, **known, "logprobs": 1, "echo": False}) == []
-    assert unread(parse_completion, {"prompt": [[1], [2]]}) == []
+    assert unknown(CompletionRequest, {"prompt": ["a", "b"], **SAMPLING, **known, "logprobs": 1, "echo": False}) == []
+    assert unknown(CompletionRequest, {"prompt": [[1], [2]]}) == []
 
 
 def test_what_nobody_knows_is_named_wherever_it_stands_and_once():
@@ -394,7 +387,7 @@ def test_what_nobody_knows_is_named_wherever_it_stands_and_once():
     messages[0]["content"][0]["cache"] = 1
     values = {"messages": messages, "temprature": 0, "stream": True, "stream_options": {"usage": True}, "top_k": 3}
     expected = ["temprature", "stream_options.usage", "messages[].mood", "messages[].content[].cache"]
-    assert sorted(unread(parse_chat, values)) == sorted(expected)
+    assert sorted(unknown(ChatRequest, values)) == sorted(expected)
 
 
 def test_options_of_the_response():
@@ -444,10 +437,15 @@ def parsed_or_refused(parse, *arguments):
         return error
 
 
+def parsed_body(model, parse, body):
+    return parse(model.read(json_object(body)), "id")
+
+
 @given(fields=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6))
 def test_any_json_is_a_request_or_a_refusal(fields):
-    for parse in (parse_completion, parse_chat):
-        outcome = parsed_or_refused(parse, read_fields(json.dumps(fields).encode()), "id")
+    for model, parse in ((CompletionRequest, parse_completion), (ChatRequest, parse_chat)):
+        body = json.dumps({"prompt": "p", "messages": [HI], **fields}).encode()
+        outcome = parsed_or_refused(parsed_body, model, parse, body)
         if isinstance(outcome, RequestError):
             assert outcome.reason == "BAD_PARAM"
             assert outcome.metadata["field"].encode()
@@ -458,14 +456,14 @@ def test_any_json_is_a_request_or_a_refusal(fields):
 
 @given(body=st.binary() | st.text().map(str.encode))
 def test_any_body_is_an_object_or_malformed(body):
-    outcome = parsed_or_refused(read_fields, body)
-    assert isinstance(outcome, Fields) or outcome.reason == "MALFORMED_REQUEST"
+    outcome = parsed_or_refused(json_object, body)
+    assert isinstance(outcome, dict) or outcome.reason == "MALFORMED_REQUEST"
 
 
 @pytest.mark.parametrize("body", [b"[" * 10**5, b"9" * 10_000, b'{"a":1}x', b"\xff\xfe", b'"text"', b""])
 def test_bodies_that_are_no_object(body):
     with pytest.raises(RequestError, match="the body"):
-        read_fields(body)
+        json_object(body)
 
 
 @pytest.mark.parametrize(
@@ -478,11 +476,11 @@ def test_bodies_that_are_no_object(body):
 )
 def test_bodies_of_more_values_than_can_be_parsed_at_one_go(body, message):
     with pytest.raises(RequestError, match=re.escape(message)) as caught:
-        read_fields(body)
+        json_object(body)
     assert caught.value.reason == "BAD_PARAM"
 
 
 def test_what_stands_in_strings_is_no_value():
     values = {"prompt": ',"\\,' * MAX_VALUES, "stop": ["\\", '"', ',\\"']}
-    assert read_fields(json.dumps(values).encode()).raw("prompt") == values["prompt"]
-    assert read_fields(b"\xef\xbb\xbf" + json.dumps({"a": [1] * (MAX_VALUES - 1)}).encode()).raw("a")[-1] == 1
+    assert json_object(json.dumps(values).encode())["prompt"] == values["prompt"]
+    assert json_object(b"\xef\xbb\xbf" + json.dumps({"a": [1] * (MAX_VALUES - 1)}).encode())["a"][-1] == 1

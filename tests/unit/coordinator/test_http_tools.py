@@ -251,7 +251,7 @@ REFUSED_FIELDS = [
     (
         {"tool_choice": "any"},
         "tool_choice",
-        '("any") is not supported: it may be none, auto, required or one of the tools',
+        "must be 'none', 'auto' or 'required', not \"any\"",
     ),
     (
         {"extra_body": {"chat_template_kwargs": {"tools": []}}},

@@ -1,54 +1,54 @@
-"""The list of fields against the types of OpenAI's client, vLLM's lists, what the API servers read, and
-docs/fields.md."""
+"""The request models against the types of OpenAI's client, vLLM's lists, and docs/fields.md."""
 
 import functools
+import json
+import re
 from typing import Any
 
 import pytest
 
 from coordinator.api.http.anthropic_messages import MessagesCall
-from coordinator.api.http.embeddings import parse_embeddings
-from coordinator.api.http.fields import Fields
-from coordinator.api.http.known_fields import (
-    BATCH,
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    EMBEDDINGS,
-    KNOWN,
-    MESSAGES,
-    RESPONSES,
-    TOKENIZE,
-    Fate,
+from coordinator.api.http.app import Endpoints
+from coordinator.api.http.fields import Ignored, Refused
+from coordinator.api.http.models import (
+    ENDPOINTS,
+    BatchRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenizeRequest,
 )
 from coordinator.api.http.openai_responses import ResponsesCall
-from coordinator.api.http.requests import parse_batch, parse_chat, parse_completion
-from coordinator.api.http.slo import set_limits
-from coordinator.api.http.tokenizing import parse_detokenize, parse_tokenize
+from coordinator.api.http.openapi import document, page
+from coordinator.api.http.requests import embed_requests, parse_batch, parse_chat, parse_completion, parse_tokenize
 from serving_core.errors import RequestError
-from tests.field_table import PAGE, page
+from tests import field_table
 
 TURNS = [{"role": "user", "content": "c"}]
-BODIES: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": "p"},
-    CHAT: {"messages": TURNS},
-    BATCH: {"messages": [TURNS, TURNS]},
-    RESPONSES: {"input": "c"},
-    MESSAGES: {"messages": TURNS},
-    EMBEDDINGS: {"input": "p"},
-    TOKENIZE: {"messages": TURNS},
-    DETOKENIZE: {"tokens": [1]},
+BODIES: dict[type, dict[str, Any]] = {
+    CompletionRequest: {"prompt": "p"},
+    ChatRequest: {"messages": TURNS},
+    BatchRequest: {"messages": [TURNS, TURNS]},
+    ResponsesRequest: {"input": "c"},
+    MessagesRequest: {"messages": TURNS},
+    EmbeddingsRequest: {"input": "p"},
+    TokenizeRequest: {"messages": TURNS},
+    DetokenizeRequest: {"tokens": [1]},
 }
 PARSERS = {
-    COMPLETIONS: lambda fields: parse_completion(fields, "id"),
-    CHAT: lambda fields: parse_chat(fields, "id"),
-    BATCH: lambda fields: parse_batch(fields, "id"),
-    RESPONSES: lambda fields: ResponsesCall().parse(fields, "id"),
-    MESSAGES: lambda fields: MessagesCall().parse(fields, "id"),
-    EMBEDDINGS: lambda fields: parse_embeddings(fields, "id"),
-    TOKENIZE: parse_tokenize,
-    DETOKENIZE: lambda fields: parse_detokenize(fields, 10),
+    CompletionRequest: lambda request: parse_completion(request, "id"),
+    ChatRequest: lambda request: parse_chat(request, "id"),
+    BatchRequest: lambda request: parse_batch(request, "id"),
+    ResponsesRequest: lambda request: ResponsesCall().parse(request, "id"),
+    MessagesRequest: lambda request: MessagesCall().parse(request, "id"),
+    EmbeddingsRequest: lambda request: embed_requests(request, "id"),
+    TokenizeRequest: parse_tokenize,
+    DetokenizeRequest: lambda request: request.tokens,
 }
+MODELS = list(BODIES)
 
 # Of vLLM's protocol at 002032ee, beside what OpenAI's types have.
 VLLM = """use_beam_search top_k min_p repetition_penalty watermarking length_penalty stop_token_ids
@@ -66,116 +66,133 @@ ignore_eos vllm_xargs kv_transfer_params ec_transfer_params chat_template_kwargs
 include_stop_str_in_output presence_penalty frequency_penalty"""
 VLLM_EMBEDDINGS = f"""{OF_TEMPLATES} mm_processor_kwargs truncate_prompt_tokens truncation_side request_id priority
 cache_salt add_special_tokens messages embed_dtype endianness use_activation normalize additional_data"""
+VLLM_BATCH = f"{VLLM_CHAT} best_of early_stopping guided_decoding_backend"
 
 
 @functools.cache
 def fields_of_others():
-    """Return the names of OpenAI's and vLLM's fields by endpoint. Anthropic's are in test_anthropic_messages.py."""
+    """Return the names of OpenAI's and vLLM's fields by model. Anthropic's are in test_anthropic_messages.py."""
     from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
     from openai.types.completion_create_params import CompletionCreateParamsStreaming as CompletionParams
     from openai.types.embedding_create_params import EmbeddingCreateParams
     from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as ResponseParams
 
+    tokenize = f"{OF_TEMPLATES} model prompt messages add_special_tokens return_token_strs tools"
     return {
-        COMPLETIONS: {*CompletionParams.__annotations__, *VLLM.split(), "prompt_embeds"},
-        CHAT: {*ChatParams.__annotations__, *VLLM_CHAT.split()},
-        BATCH: {
-            *ChatParams.__annotations__,
-            *VLLM_CHAT.split(),
-            "best_of",
-            "early_stopping",
-            "guided_decoding_backend",
-        },
-        RESPONSES: {*ResponseParams.__annotations__, *VLLM_RESPONSES.split()},
-        EMBEDDINGS: {*EmbeddingCreateParams.__annotations__, *VLLM_EMBEDDINGS.split()},
-        TOKENIZE: {
-            *OF_TEMPLATES.split(),
-            "model",
-            "prompt",
-            "messages",
-            "add_special_tokens",
-            "return_token_strs",
-            "tools",
-        },
-        DETOKENIZE: {"model", "tokens"},
+        CompletionRequest: {*CompletionParams.__annotations__, *VLLM.split(), "prompt_embeds"},
+        ChatRequest: {*ChatParams.__annotations__, *VLLM_CHAT.split()},
+        BatchRequest: {*ChatParams.__annotations__, *VLLM_BATCH.split()},
+        ResponsesRequest: {*ResponseParams.__annotations__, *VLLM_RESPONSES.split()},
+        EmbeddingsRequest: {*EmbeddingCreateParams.__annotations__, *VLLM_EMBEDDINGS.split()},
+        TokenizeRequest: set(tokenize.split()),
+        DetokenizeRequest: {"model", "tokens"},
     }
 
 
-def known(endpoint, *fates):
-    return [each for each in KNOWN if endpoint in each.endpoints and (not fates or each.fate in fates)]
+def marked(model, kind):
+    """The fields of a model with a mark of this kind, and their marks."""
+    for name, field in model.model_fields.items():
+        yield from ((name, mark) for mark in field.metadata if isinstance(mark, kind))
 
 
-@pytest.mark.parametrize("endpoint", BODIES)
-def test_every_field_of_openai_and_vllm_is_listed_once(endpoint):
-    names = [each.name for each in known(endpoint)]
-    assert fields_of_others().get(endpoint, set()) - set(names) == set()
-    assert len(names) == len(set(names))
+@pytest.mark.parametrize("model", MODELS)
+def test_every_field_of_openai_and_vllm_is_declared(model):
+    assert fields_of_others().get(model, set()) - model.model_fields.keys() == set()
 
 
-class NotedFields(Fields):
-    """Fields that note the names of those that are read."""
-
-    def __init__(self, values):
-        super().__init__(values)
-        self.read = set()
-
-    def raw(self, name):
-        self.read.add(name)
-        return super().raw(name)
+def test_every_endpoint_is_tried_here():
+    assert set(ENDPOINTS.values()) == set(MODELS)
 
 
-@pytest.mark.parametrize("endpoint", BODIES)
-def test_what_is_read_is_what_is_listed(endpoint):
-    fields = NotedFields(BODIES[endpoint])
-    asked = PARSERS[endpoint](fields)
-    read = set(fields.read)
-    if endpoint == TOKENIZE:
-        other = NotedFields({"prompt": "p"})
-        parse_tokenize(other)
-        read |= other.read
-    elif endpoint == EMBEDDINGS:
-        read |= {"request_id"}  # before all else
-    elif endpoint != DETOKENIZE:
-        set_limits(asked.requests, fields, {})
-        read |= fields.read | {"request_id"}  # before all else
-    assert read == {each.name for each in known(endpoint)}
-
-
-@pytest.mark.parametrize("endpoint", BODIES)
-def test_what_is_refused_is_named_and_what_asks_for_nothing_may_be_sent(endpoint):
-    body, parse = BODIES[endpoint], PARSERS[endpoint]
-    for field in known(endpoint, Fate.REFUSED):
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_refused_is_named_and_what_asks_for_nothing_may_be_sent(model):
+    body, parse = BODIES[model], PARSERS[model]
+    for name, mark in marked(model, Refused):
         with pytest.raises(RequestError) as caught:
-            parse(Fields({**body, field.name: {"some": "thing"}}))
-        assert (caught.value.reason, caught.value.metadata["field"]) == ("BAD_PARAM", field.name)
-        assert str(caught.value) == f"{field.name} (an object) is not supported: {field.about}"
-        for harmless in (None, *field.harmless):
-            assert with_n(parse(Fields({**body, field.name: harmless}))) == with_n(parse(Fields(body))), field.name
+            model.read({**body, name: {"some": "thing"}})
+        assert (caught.value.reason, caught.value.metadata["field"]) == ("BAD_PARAM", name)
+        assert str(caught.value) == f"{name} (an object) is not supported: {mark.about}"
+        for harmless in (None, *mark.harmless):
+            assert with_n(parse(model.read({**body, name: harmless}))) == with_n(parse(model.read(body))), name
 
 
 def with_n(asked):
-    """One answer is what is asked for without a number, too."""
+    """One output is what is asked for without a number, too."""
     for request in getattr(asked, "requests", ()) if hasattr(asked, "num_answers") else ():
         request.sampling_params.n = request.sampling_params.n or 1
     return asked
 
 
-@pytest.mark.parametrize("endpoint", BODIES)
-def test_what_has_no_effect_is_known_and_has_none(endpoint):
-    for field in known(endpoint, Fate.IDLE):
-        fields = Fields({**BODIES[endpoint], field.name: {"some": "thing"}})
-        assert PARSERS[endpoint](fields) == PARSERS[endpoint](Fields(BODIES[endpoint])), field.name
-        assert fields.unread() == [], field.name
+@pytest.mark.parametrize("model", MODELS)
+def test_what_has_no_effect_is_known_and_has_none(model):
+    for name, _ in marked(model, Ignored):
+        request = model.read({**BODIES[model], name: {"some": "thing"}})
+        assert PARSERS[model](request) == PARSERS[model](model.read(BODIES[model])), name
+        assert request.unknown_fields() == [], name
 
 
 @pytest.mark.parametrize(("n", "best_of"), [(None, 1), (1, 1), (3, 3)])
 def test_best_of_may_be_what_n_is(n, best_of):
-    assert parse_completion(Fields({"prompt": "p", "n": n, "best_of": best_of}), "id") == (
-        parse_completion(Fields({"prompt": "p", "n": n}), "id")
+    assert parse_completion(CompletionRequest.read({"prompt": "p", "n": n, "best_of": best_of}), "id") == (
+        parse_completion(CompletionRequest.read({"prompt": "p", "n": n}), "id")
     )
     with pytest.raises(RequestError, match=r"^best_of \(4\) is not supported"):
-        parse_completion(Fields({"prompt": "p", "n": n, "best_of": 4}), "id")
+        CompletionRequest.read({"prompt": "p", "n": n, "best_of": 4})
+
+
+def test_all_faults_of_a_body_are_named_and_the_first_is_the_param():
+    body = {"messages": [{"role": "user", "content": 3}], "temperature": 101, "max_tokens": "9", "stop": ["a"] * 17}
+    with pytest.raises(RequestError) as caught:
+        ChatRequest.read(body)
+    assert sorted(str(caught.value).split("; ")) == [
+        'max_tokens must be an integer, not "9"',
+        "messages[0].content must be a string or a list of text parts, not 3",
+        "stop has 17 entries, the limit is 16",
+        "temperature must be at most 100, not 101",
+    ]
+    assert str(caught.value).startswith(f"{caught.value.metadata['field']} ")
+
+
+def test_an_error_names_no_more_than_some_faults():
+    with pytest.raises(RequestError) as caught:
+        ChatRequest.read({"messages": ["x" * 10_000] * 1000})
+    assert str(caught.value).count("messages[") == 8
+    assert str(caught.value).endswith("; 992 more faults")
+    assert len(str(caught.value)) < 2000
 
 
 def test_the_table_is_what_the_api_server_does():
-    assert PAGE.read_text() == page(), "python -m tests.field_table writes it"
+    assert field_table.PAGE.read_text() == field_table.page(), "python -m tests.field_table writes it"
+
+
+# ---- OpenAPI ----
+
+
+def references(value):
+    """All that is referred to in a document."""
+    return set(re.findall(r'"\$ref": "#/components/schemas/([^"]+)"', json.dumps(value)))
+
+
+def test_the_document_has_every_route_and_the_fields_of_every_body():
+    routes = Endpoints(None, None, None).routes()
+    told = document(routes)
+    assert told["paths"].keys() == {route.path_format for route in routes}
+    schemas = told["components"]["schemas"]
+    assert references(told) <= schemas.keys()
+    for path, model in ENDPOINTS.items():
+        [name] = references(told["paths"][path]["post"]["requestBody"])
+        assert schemas[name]["properties"].keys() == {field.alias or name for name, field in model.model_fields.items()}
+    chat = schemas["ChatRequest"]
+    assert (chat["required"], chat["properties"]["priority"]["anyOf"][0]) == (
+        ["messages"],
+        {"maximum": 100, "minimum": -100, "type": "integer"},
+    )
+    assert all(operation["summary"] for path in told["paths"].values() for operation in path.values())
+
+
+def test_the_page_names_every_route_and_field():
+    told = document(Endpoints(None, None, None).routes())
+    html = page(told)
+    assert all(path in html for path in told["paths"])
+    assert all(f"<td>{name}</td>" in html for model in MODELS for name in model.model_fields)
+    assert set(re.findall(r'href="#(\w+)"', html)) <= set(re.findall(r'id="(\w+)"', html))

@@ -223,22 +223,26 @@ REFUSED = [
     ({"include": LOGPROBS, "top_logprobs": 21}, "top_logprobs", "must be within [0, 20], not 21"),
     ({"extra_body": {"vllm_xargs": {"a": 1}}}, "vllm_xargs", "(an object) is not supported"),
     ({"extra_body": {"previous_input_messages": [{}]}}, "previous_input_messages", "(a list) is not supported"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type", '("web_search") is not supported: it must be function'),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "must be 'function', not \"web_search\""),
     ({"input": [IMAGE]}, "input[0].content[0].type", '"input_image" is not supported: this model reads text alone'),
-    ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", '("item_reference") is not supported'),
-    ({"input": [{"role": "me", "content": ""}]}, "input[0].role", "must be one of user, assistant, system, developer"),
+    ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", '"item_reference" is not supported'),
+    (
+        {"input": [{"role": "me", "content": ""}]},
+        "input[0].role",
+        "must be 'user', 'assistant', 'system' or 'developer', not \"me\"",
+    ),
     ({"extra_body": {"input": [IMAGE] * 1025}}, "input", "has 1025 entries, the limit is 1024"),
     (
         {"input": [{"role": "user", "content": "a"}, CALL]},
         "input[1].arguments",
-        "must be a string of valid Unicode, not 3",
+        "must be a string of valid Unicode, or an object, not 3",
     ),
-    ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", "must be a name that matches"),
+    ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", "must match ^"),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", 'is "f", which is none of the tools'),
     ({"text": {"verbosity": "low"}}, "text.verbosity", '("low") is not supported'),
     (BY_JSON, "text.format.schema", ""),
     ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1, not 0"),
-    ({"temperature": 101}, "temperature", "must be within [0, 100], not 101"),
+    ({"temperature": 101}, "temperature", "must be at most 100, not 101"),
 ]
 
 

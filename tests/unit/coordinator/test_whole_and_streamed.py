@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.api.http.anthropic_messages import MessagesCall
-from coordinator.api.http.fields import Fields
+from coordinator.api.http.models import ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest
 from coordinator.api.http.openai_responses import LOGPROBS, ResponsesCall
 from coordinator.api.http.requests import parse_chat, parse_completion
 from coordinator.api.http.responses import ChatForm, CompletionForm, Envelope, Usage
@@ -89,7 +89,7 @@ def test_a_completion(tokenizer, answer):
     written = "".join(chunk.text for chunk in chunks)
 
     def form():
-        return CompletionForm(parse_completion(Fields({"prompt": "p", "logprobs": 0}), "r"), tokenizer)
+        return CompletionForm(parse_completion(CompletionRequest.read({"prompt": "p", "logprobs": 0}), "r"), tokenizer)
 
     whole, events = whole_of(form(), chunks), choices_of(form(), chunks)
     assert whole["text"] == "".join(event["text"] for event in events) == written
@@ -106,7 +106,7 @@ def test_a_chat(tokenizer, answer):
 
     def form():
         fields = {"messages": [HI], "tools": [WEATHER], "logprobs": True}
-        return ChatForm(parse_chat(Fields(fields), "r", FORMAT), tokenizer, FORMAT)
+        return ChatForm(parse_chat(ChatRequest.read(fields), "r", FORMAT), tokenizer, FORMAT)
 
     whole, events = whole_of(form(), chunks), choices_of(form(), chunks)
     message, deltas = whole["message"], [event["delta"] for event in events]
@@ -130,15 +130,15 @@ def test_a_chat(tokenizer, answer):
     assert events[-1]["finish_reason"] == whole["finish_reason"] == ("tool_calls" if told else "stop")
 
 
-def translated(call, body, tokenizer, chunks):
+def translated(call, request, tokenizer, chunks):
     """A whole response, and the JSON of a stream's events."""
-    form = ChatForm(call.parse(Fields(body), "r", FORMAT), tokenizer, FORMAT)
+    form = ChatForm(call.parse(request, "r", FORMAT), tokenizer, FORMAT)
     envelope, usage = Envelope(form, "r", "m"), Usage(2).to_json()
     events = [envelope.event([choice], usage=usage) for choice in choices_of(form, chunks)]
     for event in events:
         call.read(event)
     whole, streamed = call.whole(), type(call)()
-    form = ChatForm(streamed.parse(Fields(body), "r", FORMAT), tokenizer, FORMAT)
+    form = ChatForm(streamed.parse(request, "r", FORMAT), tokenizer, FORMAT)
     sent = b"".join([*(streamed.event(event) for event in events), streamed.end()])
     lines = [line for line in sent.decode().splitlines() if line.startswith("data: ")]
     return whole, [json.loads(line.removeprefix("data: ")) for line in lines]
@@ -150,7 +150,7 @@ def test_a_response(tokenizer, answer, include):
     body = {"input": "hi", "tools": [TOOL], "include": include}
     for chunk in () if include else chunks:
         chunk.ClearField("logprobs")  # which nodes tell where they are asked for
-    whole, events = translated(ResponsesCall(), body, tokenizer, chunks)
+    whole, events = translated(ResponsesCall(), ResponsesRequest.read(body), tokenizer, chunks)
     assert events[-1]["response"] == whole
     items = {}
     for event in events:
@@ -177,7 +177,7 @@ def test_a_response(tokenizer, answer, include):
 def test_a_message(tokenizer, answer):
     parts, chunks = answer
     body = {"messages": [HI], "max_tokens": 500, "tools": [ANTHROPICS_TOOL]}
-    whole, events = translated(MessagesCall(), body, tokenizer, chunks)
+    whole, events = translated(MessagesCall(), MessagesRequest.read(body), tokenizer, chunks)
     blocks = {}
     for event in events:
         match event["type"]:
