@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+from coordinator.api.connections import Sheds
 from coordinator.api.control import LocalControl
-from coordinator.api.http.counting import CountCall
+from coordinator.api.http.middleware import CountCall
 from coordinator.api.messages import (
     Situation,
     error_from_wire,
@@ -21,7 +22,6 @@ from coordinator.api.messages import (
     read_frame,
     situation_to_wire,
 )
-from coordinator.api.sheds import Sheds
 from coordinator.api_server_link import ApiServerCall, ApiServerLink, ApiServerLost, api_server_figures
 from coordinator.control.nodes import Registry
 from coordinator.control.request_log import CallRecord, Journal

@@ -14,14 +14,14 @@ from grpc_health.v1 import health_pb2_grpc
 
 from coordinator.api.admin_service import AdminService, StatusService
 from coordinator.api.authentication import NO_FLEET_SECRET, BearerAuthentication, BearerSecrets
+from coordinator.api.connections import FLEET, Sheds
 from coordinator.api.control import LocalControl
 from coordinator.api.exposition import Exposition
 from coordinator.api.grpc_port import GrpcPort
 from coordinator.api.health import HealthService
-from coordinator.api.http.counting import HttpCounts
+from coordinator.api.http.middleware import HttpCounts
 from coordinator.api.overview import Overview
 from coordinator.api.public import STOP_GRACE_S, Behind, PublicApi, caps
-from coordinator.api.sheds import FLEET, Sheds
 from coordinator.api.statuses import StatusInterceptor
 from coordinator.api.tls import ServerTls
 from coordinator.api_server_processes import ApiServers

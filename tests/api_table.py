@@ -20,9 +20,9 @@ from google.protobuf.descriptor_pb2 import (
 from grpc_tools import protoc
 from starlette.routing import Route
 
-from coordinator.api.http.access import OPEN_PATHS
 from coordinator.api.http.app import Endpoints
 from coordinator.api.http.errors import error_object, status_of
+from coordinator.api.http.middleware import OPEN_PATHS
 from coordinator.api.http.page import Page
 from coordinator.api.statuses import CODES, RETRY_DELAY_S, to_status
 from serving_core import reasons

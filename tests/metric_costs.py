@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from prometheus_client.exposition import generate_latest
 
 from coordinator.api.exposition import Exposition
-from coordinator.api.http.counting import HttpCounts
+from coordinator.api.http.middleware import HttpCounts
 from coordinator.control.metrics import Metrics
 from protos import inference_pb2
 from serving_core.figures import BATCH, Histogram, families

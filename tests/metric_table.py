@@ -10,7 +10,7 @@ from typing import Final
 from prometheus_client.core import Metric
 
 from coordinator.api.exposition import Exposition
-from coordinator.api.http.counting import HttpCounts
+from coordinator.api.http.middleware import HttpCounts
 from coordinator.api_server_link import ApiServerLink, api_server_figures
 from decode_node.speculation import SpeculationCounts
 from engine.stepper import StepClock

@@ -13,8 +13,8 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
-from coordinator.api.http.counting import HttpCounts
-from coordinator.api.sheds import Sheds
+from coordinator.api.connections import Sheds
+from coordinator.api.http.middleware import HttpCounts
 from coordinator.api.statuses import CODES
 from coordinator.control.instructions import FINISH_REASONS, MigrationOutcome
 from coordinator.control.metrics import LENT, NOT_LENT, Metrics

@@ -15,9 +15,9 @@ from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from coordinator.api.authentication import BearerSecrets
+from coordinator.api.connections import Sheds
 from coordinator.api.exchange import write
 from coordinator.api.guard import Guard
-from coordinator.api.sheds import Sheds
 from coordinator.api.statuses import failures_as_statuses, parse
 from coordinator.api.tls import ServerTls
 from serving_core.net.channels import listen

@@ -17,9 +17,8 @@ from contextlib import suppress
 from typing import Any, Final
 
 from coordinator.api.authentication import BearerSecrets
-from coordinator.api.connections import Connections, peer_of
+from coordinator.api.connections import CROWDED, MALFORMED, OVER_ALLOWANCE, SLOW, Connections, PortSheds, Sheds, peer_of
 from coordinator.api.http2_heads import EMPTY_SETTINGS, MAX_HEAD_BYTES, BadHead, HeadReader
-from coordinator.api.sheds import CROWDED, MALFORMED, OVER_ALLOWANCE, SLOW, PortSheds, Sheds
 from serving_core.net.descriptors import NONE_LEFT
 from serving_core.net.ports import listening_sockets
 

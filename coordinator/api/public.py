@@ -12,17 +12,16 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
 
 from coordinator.api.authentication import ASKER, NO_ADMIN_KEY, NO_API_KEY, BearerAuthentication, BearerSecrets
-from coordinator.api.connections import SPARE, Caps, connection_caps
+from coordinator.api.connections import GRPC, SPARE, Caps, Sheds, connection_caps
 from coordinator.api.control import Control
 from coordinator.api.grpc_port import GrpcPort, add_reflection
 from coordinator.api.health import INFERENCE, HealthService
 from coordinator.api.http.app import Metrics, make_app
-from coordinator.api.http.counting import CountCall
+from coordinator.api.http.middleware import CountCall
 from coordinator.api.http.page import AskOverview, Page
 from coordinator.api.http.serving import HttpServer
 from coordinator.api.inference_service import InferenceService, Status
 from coordinator.api.preprocess import Preprocessor, ServedModel
-from coordinator.api.sheds import GRPC, Sheds
 from coordinator.api.statuses import StatusInterceptor
 from coordinator.api.tls import ServerTls
 from coordinator.control.request_log import CallRecord

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import grpc
 
+from coordinator.api.connections import Sheds
 from coordinator.api.exchange import write
 from coordinator.api.generation import Generation
 from coordinator.api.messages import (
@@ -28,7 +29,6 @@ from coordinator.api.messages import (
     read_frame,
     situation_from_wire,
 )
-from coordinator.api.sheds import Sheds
 from coordinator.api.validation import AnswerPlan
 from coordinator.control.nodes import Capacity
 from coordinator.control.request import SoFar

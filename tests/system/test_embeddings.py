@@ -121,14 +121,14 @@ def test_over_grpc(cluster, models):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"input": []}, "input is missing or empty"),
+        ({"input": []}, "input is empty"),
         ({"input": ""}, "is empty"),
         ({"input": ["a", ""]}, "input[1] is empty"),
         ({"input": [1, 260]}, "input has token id 260; the vocabulary ends at 259"),
         ({"input": ["a", [1]]}, "input[1] must be a string of valid Unicode, not a list"),
         ({"input": "a", "dimensions": 12}, "dimensions must be one of 8, 16, not 12"),
         ({"input": "a", "dimensions": 49}, "dimensions must be within [1, 48], not 49"),
-        ({"input": "a", "encoding_format": "hex"}, 'encoding_format must be float or base64, not "hex"'),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format must be 'float' or 'base64', not \"hex\""),
         ({"input": "a" * 1025}, "the prompt has 1025 tokens, over max_model_len (1024)"),
         ({"input": "a", "model": "other"}, "there is no model 'other'"),
         ({"input": "a", "extra_body": {"truncation_side": "left"}}, "truncation_side"),

@@ -278,7 +278,7 @@ def test_errors_are_of_the_clients_classes(client):
     with pytest.raises(openai.BadRequestError) as caught:
         _chat(client, temperature=-1)
     assert caught.value.body == {
-        "message": "temperature must be within [0, 100], not -1",
+        "message": "temperature must be at least 0, not -1",
         "type": "invalid_request_error",
         "param": "temperature",
         "code": "BAD_PARAM",

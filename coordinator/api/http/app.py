@@ -21,15 +21,22 @@ from starlette.types import ASGIApp
 from coordinator.api.authentication import ASKER, BearerSecrets
 from coordinator.api.exposition import CONTENT_TYPE
 from coordinator.api.http import openapi
-from coordinator.api.http.access import DOCS_PATH, OPENAPI_PATH, REQUEST_ID_HEADER, Access, request_id_for
 from coordinator.api.http.answering import Answering, unless_gone
 from coordinator.api.http.anthropic_messages import MessagesCall
 from coordinator.api.http.api_adapters import ApiAdapter, Translation
 from coordinator.api.http.body import read_json
-from coordinator.api.http.counting import CountCall, Counting
 from coordinator.api.http.embeddings import FLOAT, check_size, embed_all, response_body
 from coordinator.api.http.errors import ANTHROPIC_PATH, on_http_exception, on_request_error, renamed
 from coordinator.api.http.fields import RequestModel
+from coordinator.api.http.middleware import (
+    DOCS_PATH,
+    OPENAPI_PATH,
+    REQUEST_ID_HEADER,
+    Access,
+    CountCall,
+    Counting,
+    request_id_for,
+)
 from coordinator.api.http.models import (
     ENDPOINTS,
     BatchRequest,

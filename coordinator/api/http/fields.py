@@ -28,6 +28,7 @@ from serving_core.reasons import BAD_PARAM
 
 MAX_FAULTS: Final = 8  # named in one error
 MAX_FIELD_CHARS: Final = 200
+QUOTE: Final = "'"
 
 
 class Model(BaseModel):
@@ -74,7 +75,7 @@ class RequestModel(Model):
         try:
             request = cls.model_validate(values)
         except ValidationError as error:
-            raise refusal(error) from None  # its text would hold the client's values
+            raise refusal(error, values) from None  # its text would hold the client's values
         request._given = values
         return request
 
@@ -151,20 +152,6 @@ def by_json_type(what: str) -> Discriminator:
     return Discriminator(lambda value: _JSON_TYPES.get(type(value)), "expected", what)
 
 
-def by_field(name: str, about: str, default: str = "", **tags: str) -> Discriminator:
-    """Return the discriminator of a union of objects, each tagged # and its value of the field `name`.
-
-    `tags` maps further values to those that count, and `default` stands for a missing value; `about` ends the error for
-    any other value.
-    """
-
-    def tag(value: Any) -> str | None:
-        given = value.get(name) or default if isinstance(value, dict) else None
-        return f"#{tags.get(given, given)}" if isinstance(given, str) else None
-
-    return Discriminator(tag, "unsupported", f"{name} {about}")
-
-
 # ---- Errors ----
 
 
@@ -185,6 +172,7 @@ _EXPECTED: Final = {
     "float_type": "a finite number",
     "int_type": "an integer",
     "list_type": "a list",
+    "model_attributes_type": "an object",
     "model_type": "an object",
     "string_type": "a string of valid Unicode",
     "string_unicode": "a string of valid Unicode",
@@ -198,17 +186,18 @@ _ABOUT: Final = {
 }
 
 
-def refusal(error: ValidationError) -> RequestError:
+def refusal(error: ValidationError, values: Mapping[str, Any]) -> RequestError:
     """Return the error that clients get, which names up to MAX_FAULTS faults. Its field is that of the first."""
     details = error.errors(include_url=False)
-    faults = [_fault(each) for each in details[:MAX_FAULTS]]
+    faults = [_fault(each, values) for each in details[:MAX_FAULTS]]
     more = [f"{len(details) - MAX_FAULTS} more faults"] if len(details) > MAX_FAULTS else []
     return RequestError(BAD_PARAM, "; ".join([*(" ".join(each) for each in faults), *more]), field=faults[0][0])
 
 
-def _fault(details: ErrorDetails) -> tuple[str, str]:
+def _fault(details: ErrorDetails, values: Mapping[str, Any]) -> tuple[str, str]:
     """Return the field of a fault, and what is wrong with it."""
-    kind, field, value, context = details["type"], _field(details["loc"]), details["input"], details.get("ctx", {})
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    field = _field(details["loc"], values)
     match kind:
         case "missing":
             return field, "is missing"
@@ -216,26 +205,32 @@ def _fault(details: ErrorDetails) -> tuple[str, str]:
             return field, details["msg"]
         case "expected":
             return field, f"must be {details['msg']}, not {shown(value)}"
-        case "unsupported" if isinstance(value, dict):
-            name, _, about = details["msg"].partition(" ")
-            return f"{field}.{name}", f"{shown(value.get(name))} is not supported: {about}"
-        case "unsupported":
-            return field, f"must be an object, not {shown(value)}"
         case "too_long":
             return field, f"has {len(value)} entries, the limit is {context['max_length']}"
         case "too_short":
             return field, f"has {len(value)} entries, at least {context['min_length']} is needed"
         case "string_too_long":
             return field, f"has {len(value)} characters, the limit is {context['max_length']}"
+        case "union_tag_not_found":
+            return f"{field}.{context['discriminator'].strip(QUOTE)}", "is missing"
+        case "union_tag_invalid":
+            name = context["discriminator"].strip(QUOTE)
+            return f"{field}.{name}", f"{shown(value[name])} is not supported: it must be {context['expected_tags']}"
     context = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()}
     about = _ABOUT.get(kind, f"must be {_EXPECTED.get(kind, 'valid')}").format(**context)
     return field, f"{about}, not {shown(value)}"
 
 
-def _field(location: tuple[int | str, ...]) -> str:
-    parts = [each for each in location if not (isinstance(each, str) and each.startswith("#"))]
-    path = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in parts).removeprefix(".")
-    return path[:MAX_FIELD_CHARS].encode(errors="backslashreplace").decode()  # keys of objects are the client's
+def _field(location: tuple[int | str, ...], values: Any) -> str:
+    """Return the path of a field. What is in a location but not in the values names the member of a union."""
+    path, value = "", values
+    for index, each in enumerate(location, start=1):
+        if isinstance(value, list) and isinstance(each, int):
+            path, value = f"{path}[{each}]", value[each]
+        elif isinstance(value, dict) and (each in value or index == len(location)) and each != "[key]":
+            path, value = f"{path}.{each}", value.get(each)
+    # Keys of objects are the client's.
+    return path.removeprefix(".")[:MAX_FIELD_CHARS].encode(errors="backslashreplace").decode()
 
 
 def shown(value: Any) -> str:

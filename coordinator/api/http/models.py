@@ -33,7 +33,6 @@ from coordinator.api.http.fields import (
     RequestModel,
     Texts,
     TokenIds,
-    by_field,
     by_json_type,
     expected,
     fault,
@@ -165,15 +164,8 @@ class RedactedThinkingPart(Model):
     data: Annotated[Any, Ignored("it is encrypted for its own server")] = None
 
 
-_PARTS = by_field("type", "this model reads text alone", input_text="text", output_text="text")
-Part = Annotated[Annotated[TextPart, Tag("#text")] | Annotated[RefusalPart, Tag("#refusal")], _PARTS]
-AssistantPart = Annotated[
-    Annotated[TextPart, Tag("#text")]
-    | Annotated[RefusalPart, Tag("#refusal")]
-    | Annotated[ThinkingPart, Tag("#thinking")]
-    | Annotated[RedactedThinkingPart, Tag("#redacted_thinking")],
-    _PARTS,
-]
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+AssistantPart = Annotated[TextPart | RefusalPart | ThinkingPart | RedactedThinkingPart, Field(discriminator="type")]
 _CONTENT = by_json_type("a string or a list of text parts")
 Content = Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[Part], Field(max_length=MAX_PARTS), Tag(LIST)], _CONTENT]
 AssistantContent = Annotated[
@@ -283,7 +275,7 @@ class StructuredOutputs(Model):
     json_value: JsonSchema | None = Field(None, alias="json", description="a JSON schema")
     json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[Texts, Field(max_length=MAX_CHOICES)] | None = None
+    choice: Texts | None = Field(None, max_length=MAX_CHOICES)
     grammar: str | None = Field(None, description="Lark or EBNF")
     disable_fallback: Annotated[bool | None, Ignored("there is no fallback")] = None
     disable_any_whitespace: bool | None = None
@@ -313,15 +305,15 @@ class Generating(RequestModel):
     presence_penalty: float | None = _ranged("presence_penalty", "for a token that was generated")
     repetition_penalty: float | None = _ranged("repetition_penalty", "for a token of the prompt or the output")
     seed: Int64 | None = Field(None, description="default: a random one")
-    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = Field(
-        None, description="tokens that end the output, besides the model's own"
+    stop_token_ids: TokenIds | None = Field(
+        None, max_length=MAX_STOP_TOKEN_IDS, description="tokens that end the output, besides the model's own"
     )
     ignore_eos: bool | None = Field(None, description="the model's end tokens do not end the output")
     min_tokens: Int32 | None = Field(None, description="no end token before so many; default 0")
     skip_special_tokens: bool | None = Field(None, description="default true")
     include_stop_str_in_output: bool | None = Field(None, description="default false")
-    logit_bias: Annotated[dict[str, float | None], Field(max_length=MAX_LOGIT_BIAS)] | None = Field(
-        None, description="by token id, within [-100, 100]"
+    logit_bias: dict[str, float | None] | None = Field(
+        None, max_length=MAX_LOGIT_BIAS, description="by token id, within [-100, 100]"
     )
     structured_outputs: StructuredOutputs | None = Field(None, description="a form that the output has to have")
     cache_salt: _CacheSalt = None
@@ -350,8 +342,10 @@ class Generating(RequestModel):
 class _OfOpenAI(Generating):
     """Fields of OpenAI's requests that generate."""
 
-    stop: Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)] | None = Field(
-        None, description=f"up to {MAX_STOP_STRINGS} texts of up to {MAX_STOP_CHARS} characters that end the output"
+    stop: Texts | None = Field(
+        None,
+        max_length=MAX_STOP_STRINGS,
+        description=f"up to {MAX_STOP_STRINGS} texts of up to {MAX_STOP_CHARS} characters that end the output",
     )
     user: Annotated[Any, _ANYBODY] = None
     safety_identifier: Annotated[Any, _ANYBODY] = None
@@ -370,14 +364,21 @@ class CompletionFields(_OfOpenAI):
     stream_options: Any = None
     response_format: ResponseFormat | None = Field(None, description="a form that the output has to have, as OpenAI's")
     include_timeline: bool | None = Field(None, description="the response has the times of its phases")
-    bad_words: Annotated[Texts, Field(max_length=MAX_BAD_WORDS)] | None = Field(
-        None, description="as the tokenizer splits them, at a beginning and behind a space, as in vLLM"
+    bad_words: Texts | None = Field(
+        None,
+        max_length=MAX_BAD_WORDS,
+        description="as the tokenizer splits them, at a beginning and behind a space, as in vLLM",
     )
-    logprob_token_ids: Annotated[TokenIds, Field(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = Field(
-        None, description="needs logprobs, which are then of these tokens, not of the likeliest"
+    logprob_token_ids: TokenIds | None = Field(
+        None,
+        max_length=MAX_LOGPROB_TOKEN_IDS,
+        description="needs logprobs, which are then of these tokens, not of the likeliest",
     )
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = Field(
-        None, description="no other token is generated, not even an end token; logprobs are those of all tokens"
+    allowed_token_ids: TokenIds | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_ALLOWED_TOKEN_IDS,
+        description="no other token is generated, not even an end token; logprobs are those of all tokens",
     )
     truncate_prompt_tokens: Int32 | None = Field(
         None, description="so many of the prompt's tokens are kept; -1: as there is room for"
@@ -634,7 +635,7 @@ class _Item(Model):
 
 
 class MessageItem(_Item):
-    type: Literal["message"] | None = None
+    type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
@@ -659,15 +660,16 @@ class ReasoningText(_Part):
 
 class ReasoningItem(_Item):
     type: Literal["reasoning"]
-    content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS)] | None = None
+    content: list[ReasoningText] | None = Field(None, max_length=MAX_PARTS)
+
+
+def _with_type(value: Any) -> Any:
+    return value if not isinstance(value, dict) or value.get("type") else {**value, "type": "message"}
 
 
 Item = Annotated[
-    Annotated[MessageItem, Tag("#message")]
-    | Annotated[FunctionCallItem, Tag("#function_call")]
-    | Annotated[FunctionOutputItem, Tag("#function_call_output")]
-    | Annotated[ReasoningItem, Tag("#reasoning")],
-    by_field("type", "it must be message, function_call, function_call_output or reasoning", "message"),
+    Annotated[MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem, Field(discriminator="type")],
+    BeforeValidator(_with_type),
 ]
 
 
@@ -723,8 +725,8 @@ class ResponsesRequest(_OfOpenAI):
     stream: _Stream = None
     text: TextOptions | None = Field(None, description="format as response_format of a chat completion")
     reasoning: ReasoningOptions | None = Field(None, description="effort, as reasoning_effort of a chat completion")
-    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="functions that the output may call"
+    tools: list[ResponsesTool] | None = Field(
+        None, max_length=MAX_TOOLS, description="functions that the output may call"
     )
     tool_choice: (
         Annotated[
@@ -734,8 +736,8 @@ class ResponsesRequest(_OfOpenAI):
         | None
     ) = Field(None, description="default auto")
     parallel_tool_calls: bool | None = Field(None, description="default true")
-    include: Annotated[Texts, Field(max_length=MAX_INCLUDED)] | None = Field(
-        None, description=f"{LOGPROBS}; a response has nothing of what else OpenAI has here"
+    include: Texts | None = Field(
+        None, max_length=MAX_INCLUDED, description=f"{LOGPROBS}; a response has nothing of what else OpenAI has here"
     )
     top_logprobs: int | None = Field(None, ge=-1, description=f"of the text; needs {LOGPROBS} in include")
     chat_template_kwargs: _TemplateVariables = None
@@ -779,7 +781,6 @@ class Citations(Model):
     enabled: Annotated[Any, Refused("the output has only the model's words", False)] = None
 
 
-_BLOCKS: Final = by_field("type", "this model reads text alone")
 _TEXT_OR_BLOCKS: Final = by_json_type("a string or a list of blocks")
 
 
@@ -804,15 +805,12 @@ class Document(Model):
     type: Literal["document"]
     title: str | None = None
     context: str | None = None
-    source: Annotated[
-        Annotated[TextSource, Tag("#text")] | Annotated[ContentSource, Tag("#content")],
-        by_field("type", "it must be text or content"),
-    ]
+    source: TextSource | ContentSource = Field(discriminator="type")
     citations: Citations | None = None
     cache_control: Annotated[Any, _CACHED] = None
 
 
-Block = Annotated[Annotated[AnthropicText, Tag("#text")] | Annotated[Document, Tag("#document")], _BLOCKS]
+Block = Annotated[AnthropicText | Document, Field(discriminator="type")]
 Blocks = Annotated[
     Annotated[str, Tag(TEXT)] | Annotated[list[Block], Field(max_length=MAX_PARTS), Tag(LIST)], _TEXT_OR_BLOCKS
 ]
@@ -835,19 +833,8 @@ class ToolUse(Model):
     caller: Annotated[Any, _NOT_READ] = None
 
 
-UserBlock = Annotated[
-    Annotated[AnthropicText, Tag("#text")]
-    | Annotated[Document, Tag("#document")]
-    | Annotated[ToolResult, Tag("#tool_result")],
-    _BLOCKS,
-]
-AssistantBlock = Annotated[
-    Annotated[AnthropicText, Tag("#text")]
-    | Annotated[ThinkingPart, Tag("#thinking")]
-    | Annotated[RedactedThinkingPart, Tag("#redacted_thinking")]
-    | Annotated[ToolUse, Tag("#tool_use")],
-    _BLOCKS,
-]
+UserBlock = Annotated[AnthropicText | Document | ToolResult, Field(discriminator="type")]
+AssistantBlock = Annotated[AnthropicText | ThinkingPart | RedactedThinkingPart | ToolUse, Field(discriminator="type")]
 
 
 class UserTurn(Model):
@@ -866,10 +853,7 @@ class AssistantTurn(Model):
     ]
 
 
-Turn = Annotated[
-    Annotated[UserTurn, Tag("#user")] | Annotated[AssistantTurn, Tag("#assistant")],
-    by_field("role", "it must be user, assistant or system", system="user"),
-]
+Turn = Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]
 
 
 class AnthropicTool(Model):
@@ -918,12 +902,14 @@ class MessagesRequest(Generating):
     system: Blocks | None = Field(None, description="a system message before the messages")
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="default: what the prompt leaves room for")
-    stop_sequences: Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)] | None = Field(
-        None, description=f"up to {MAX_STOP_STRINGS} texts of up to {MAX_STOP_CHARS} characters that end the output"
+    stop_sequences: Texts | None = Field(
+        None,
+        max_length=MAX_STOP_STRINGS,
+        description=f"up to {MAX_STOP_STRINGS} texts of up to {MAX_STOP_CHARS} characters that end the output",
     )
     stream: _Stream = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="functions that the output may call"
+    tools: list[AnthropicTool] | None = Field(
+        None, max_length=MAX_TOOLS, description="functions that the output may call"
     )
     tool_choice: AnthropicToolChoice | None = Field(None, description="default auto")
     thinking: Thinking | None = Field(None, description="enable_thinking of the chat template")

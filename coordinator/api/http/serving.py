@@ -16,11 +16,10 @@ from typing import Any, Final
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.api.connections import Connections, peer_of
+from coordinator.api.connections import CROWDED, HTTP, MALFORMED, SLOW, UNREAD, Connections, PortSheds, Sheds, peer_of
 from coordinator.api.exchange import WRITE_TIMEOUT_S
 from coordinator.api.http.errors import error_response
 from coordinator.api.http.sse import CONNECTION
-from coordinator.api.sheds import CROWDED, HTTP, MALFORMED, SLOW, UNREAD, PortSheds, Sheds
 from serving_core.errors import RequestError
 from serving_core.net.ports import listening_sockets
 from serving_core.reasons import MALFORMED_REQUEST
@@ -51,7 +50,9 @@ class HttpServer:
         self._connections: Connections[_Connection] = Connections(max_connections, max_per_peer)
         http = uvicorn.Config(app, http="httptools")
         http.load()
-        connection: Any = partial(_Connection, http.http_protocol_class, self._connections, _PortSheds(sheds))
+        connection: Any = partial(
+            _Connection, http.http_protocol_class, self._connections, PortSheds(sheds, HTTP, SHED)
+        )
         config = uvicorn.Config(
             _Watched(app),
             http=connection,
@@ -101,11 +102,6 @@ class HttpServer:
                 connection.abort()
             if tasks:
                 await asyncio.wait(set(tasks), timeout=ABORT_S)
-
-
-class _PortSheds(PortSheds):
-    def __init__(self, sheds: Sheds) -> None:
-        super().__init__(sheds, HTTP, SHED)
 
 
 class _Watched:

@@ -229,7 +229,7 @@ REFUSED = [
     ({"extra_body": {"context_management": CLEARS}}, "context_management (an object) is not supported"),
     (
         {"messages": [{"role": "me", "content": "a"}]},
-        'messages[0].role "me" is not supported: it must be user, assistant or system',
+        "messages[0].role \"me\" is not supported: it must be 'user'",
     ),
     ({"messages": []}, "messages has 0 entries, at least 1 is needed"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content has 0 entries, at least 1 is needed"),

@@ -210,18 +210,22 @@ def test_parts_of_other_apis_are_text_where_their_meaning_is_plain():
     assert chat_of(HI, {"role": "assistant", "content": None, "refusal": "No."}).messages[1].content == "No."
 
 
+PARTS = "'text', 'input_text', 'output_text', 'refusal'"
+THOUGHTS = "'thinking', 'redacted_thinking'"
+
+
 @pytest.mark.parametrize(
     ("role", "part", "problem"),
     [
         (
             "user",
             {"type": "thinking", "thinking": "a"},
-            'type "thinking" is not supported: this model reads text alone',
+            f'type "thinking" is not supported: it must be {PARTS}',
         ),
         ("assistant", {"type": "thinking"}, "thinking is missing"),
         ("assistant", {"type": "refusal", "text": "a"}, "refusal is missing"),
-        ("assistant", {"type": "audio"}, 'type "audio" is not supported: this model reads text alone'),
-        ("user", {"type": "image_url"}, 'type "image_url" is not supported: this model reads text alone'),
+        ("assistant", {"type": "audio"}, f'type "audio" is not supported: it must be {PARTS}, {THOUGHTS}'),
+        ("user", {"type": "image_url"}, f'type "image_url" is not supported: it must be {PARTS}'),
     ],
 )
 def test_a_part_that_cannot_be_read_is_named(role, part, problem):

@@ -8,9 +8,9 @@ import pytest
 
 from coordinator.api import guard as guards
 from coordinator.api.authentication import BearerSecrets
+from coordinator.api.connections import CROWDED, GRPC, MALFORMED, OVER_ALLOWANCE, SLOW, Sheds
 from coordinator.api.grpc_port import GrpcPort
 from coordinator.api.http2_heads import EMPTY_SETTINGS, MAX_OPEN_CALLS
-from coordinator.api.sheds import CROWDED, GRPC, MALFORMED, OVER_ALLOWANCE, SLOW, Sheds
 from serving_core.errors import SettingsError
 from tests.strangers import END_HEADERS, END_STREAM, HEADERS, PING, PREFACE, frame, greeting, head
 

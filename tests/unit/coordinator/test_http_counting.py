@@ -9,7 +9,7 @@ from starlette.middleware import Middleware
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from coordinator.api.http.counting import Counting, HttpCounts
+from coordinator.api.http.middleware import Counting, HttpCounts
 
 
 async def _fine(_):

@@ -137,7 +137,7 @@ async def keep_threads_busy(gate):
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 def test_who_leaves_the_queue_of_long_texts_is_not_waited_for(tmp_path, caplog, gate, path):
-    caplog.set_level(logging.DEBUG, logger="coordinator.api.http.access")
+    caplog.set_level(logging.DEBUG, logger="coordinator.api.http.middleware")
     body = {"prompt": "a" * (LONG_TEXT_CHARS + 1), "tokens": [97] * (LONG_TEXT_CHARS + 1)}
 
     async def scenario():

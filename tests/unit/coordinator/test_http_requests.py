@@ -244,7 +244,7 @@ REFUSED_FIELDS = [
         ({"stream": 1}, "stream must be true or false, not 1"),
         ({"stop": 1}, "stop must be a string or a list of strings, not 1"),
         ({"stop": ["a", 1]}, "stop[1] must be a string of valid Unicode, not 1"),
-        ({"stop": "\ud800"}, 'stop[0] must be a string of valid Unicode, not "\\ud800"'),
+        ({"stop": "\ud800"}, 'stop must be a string of valid Unicode, not "\\ud800"'),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0] must be at least 0, not -1"),
         ({"logit_bias": [1]}, "logit_bias must be an object, not a list"),
         ({"logit_bias": {"x": 1}}, 'logit_bias has the key "x", which is no token id'),

@@ -7,9 +7,9 @@ import socket
 import pytest
 import uvloop
 
+from coordinator.api.connections import Sheds
 from coordinator.api.http import serving
 from coordinator.api.http.serving import HttpServer
-from coordinator.api.sheds import Sheds
 from coordinator.api.tls import ServerTls
 from serving_core.net.tls import TlsFiles, client_context
 from tests.tls_kit import authority, files_of

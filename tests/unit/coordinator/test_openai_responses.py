@@ -224,7 +224,7 @@ REFUSED = [
     ({"extra_body": {"vllm_xargs": {"a": 1}}}, "vllm_xargs", "(an object) is not supported"),
     ({"extra_body": {"previous_input_messages": [{}]}}, "previous_input_messages", "(a list) is not supported"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "must be 'function', not \"web_search\""),
-    ({"input": [IMAGE]}, "input[0].content[0].type", '"input_image" is not supported: this model reads text alone'),
+    ({"input": [IMAGE]}, "input[0].content[0].type", "\"input_image\" is not supported: it must be 'text'"),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", '"item_reference" is not supported'),
     (
         {"input": [{"role": "me", "content": ""}]},

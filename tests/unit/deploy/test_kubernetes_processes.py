@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from coordinator.api.http.access import OPEN_PATHS
+from coordinator.api.http.middleware import OPEN_PATHS
 from coordinator.settings import CoordinatorSettings, check_settings
 from kv_transfer.descriptor import holder_address_of
 from serving_core.flags import secrets_of

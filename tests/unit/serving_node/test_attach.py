@@ -10,8 +10,8 @@ import grpc
 import pytest
 from starlette.applications import Starlette
 
+from coordinator.api.connections import Sheds
 from coordinator.api.http.serving import HttpServer
-from coordinator.api.sheds import Sheds
 from protos import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from serving_core.errors import SettingsError
 from serving_core.net.channels import SERVER_OPTIONS

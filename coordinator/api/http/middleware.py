@@ -1,9 +1,15 @@
-"""Wrap every HTTP call: authentication, the limit of simultaneous calls, common headers, and errors of the server."""
+"""ASGI middlewares around every HTTP call.
+
+`Counting` counts calls. `Access` authenticates them, limits how many there are at once, adds the common headers, and
+turns errors into responses.
+"""
 
 import logging
 import re
 import secrets
-from collections.abc import Callable, Collection
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from email.utils import formatdate
 from http import HTTPStatus
@@ -12,6 +18,7 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.api.authentication import ASKER, NO_ADMIN_KEY, NO_API_KEY, BearerSecrets
@@ -22,6 +29,7 @@ from coordinator.api.validation import REQUEST_ID
 from coordinator.control.request_log import CallRecord
 from coordinator.traces.carrier import CARRIER, carrier_of
 from serving_core.errors import RequestError
+from serving_core.figures import Figure, Histogram, counter, histogram
 from serving_core.process.telemetry import CURRENT_REQUEST
 from serving_core.reasons import QUEUE_FULL, UNAUTHENTICATED
 
@@ -145,3 +153,69 @@ def request_id_for(scope: Scope) -> str:
         state["request_id"] = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
     request_id: str = state["request_id"]
     return request_id
+
+
+# ---- Counts of calls, by endpoint, status and duration ----
+
+METHODS: Final = ("GET", "POST")
+OTHER: Final = "other"  # any other method or path
+UNCOUNTED: Final = ("/health", "/ready", "/ping", "/metrics")  # polled by probes
+CLIENT_LEFT: Final = 499  # before a status was sent; nginx's code
+
+CountCall = Callable[[str, str, int, float], None]
+"""Record a finished call: endpoint, method, status and seconds."""
+
+
+class HttpCounts:
+    """Count calls by endpoint, method and status class. Labels never contain client input."""
+
+    def __init__(self) -> None:
+        self._ended = Counter[tuple[str, str, str]]()
+        self._seconds = defaultdict[tuple[str, str], Histogram](Histogram)
+
+    def ended(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """Count a finished call."""
+        self._ended[handler, method, f"{status // 100}xx"] += 1
+        self._seconds[handler, method].observe(seconds)
+
+    def figures(self) -> Iterator[Figure]:
+        """Yield the figures, under the names of instrumented FastAPI servers, vLLM included."""
+        ended = [
+            ({"handler": handler, "method": method, "status": status}, count)
+            for (handler, method, status), count in self._ended.items()
+        ]
+        yield counter("http_requests", "HTTP calls but those of probes, by endpoint.", ended)
+        seconds = [({"handler": handler, "method": method}, each) for (handler, method), each in self._seconds.items()]
+        yield histogram("http_request_duration_seconds", "Of a whole HTTP call, with all of its answer.", seconds)
+
+
+class Counting:
+    """ASGI middleware around all others, which counts calls."""
+
+    def __init__(self, app: ASGIApp, *, count_call: CountCall, routes: Sequence[Route]) -> None:
+        self._app = app
+        self._count_call = count_call
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in UNCOUNTED:
+            await self._app(scope, receive, send)
+            return
+        status = 0
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        began_s = time.monotonic()
+        try:
+            await self._app(scope, receive, noting)
+            status = status or CLIENT_LEFT
+        finally:
+            method = scope["method"] if scope["method"] in METHODS else OTHER
+            self._count_call(self._handler(scope["path"]), method, status or 500, time.monotonic() - began_s)
+
+    def _handler(self, path: str) -> str:
+        return next((route.path_format for route in self._routes if route.path_regex.fullmatch(path)), OTHER)
