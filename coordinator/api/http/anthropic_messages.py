@@ -90,7 +90,7 @@ class MessagesCall(Translation[MessagesRequest]):
         yield {"type": "message_stop"}
 
     def whole(self) -> Object:
-        assert self._last is not None, "the answer has not ended"
+        assert self._last is not None, "the output has not ended"
         reason, matched = self._last["finish_reason"], self._last["stop_reason"]
         stop_reason = _STOP_REASONS.get(reason, reason)
         if isinstance(matched, str) and reason == "stop":

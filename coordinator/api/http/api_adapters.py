@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, TypeVar
 from coordinator.api.http import sse
 from coordinator.api.http.errors import error_object, renamed
 from coordinator.api.http.models import ChatRequest, Generating
-from coordinator.api.http.requests import Asked, parse_chat
+from coordinator.api.http.requests import ParsedRequest, parse_chat
 from coordinator.text.answer_format import PLAIN, AnswerFormat
 from coordinator.text.calls.reader import Kind
 from serving_core.errors import RequestError
@@ -128,14 +128,14 @@ class Translation(ApiAdapter, ABC, Generic[Q]):
         self._texts: list[str] = []  # of the open part
         self._scores: list[Object] = []  # logprobs of the open part
 
-    def parse(self, request: Q, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
+    def parse(self, request: Q, request_id: str, answer_format: AnswerFormat = PLAIN) -> ParsedRequest:
         """Convert a call of the API. Raises RequestError."""
         try:
             chat = ChatRequest.read(self._body(request).values)
-            asked = parse_chat(chat, request_id, answer_format)
+            parsed = parse_chat(chat, request_id, answer_format)
         except RequestError as error:
             raise self.named(error) from error
-        return replace(asked, include_usage=True, continuous_usage=True, scores_content=True)
+        return replace(parsed, include_usage=True, continuous_usage=True, scores_content=True)
 
     def named(self, error: RequestError) -> RequestError:
         return renamed(error, self.places)

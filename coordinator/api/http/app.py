@@ -21,13 +21,13 @@ from starlette.types import ASGIApp
 from coordinator.api.authentication import ASKER, BearerSecrets
 from coordinator.api.exposition import CONTENT_TYPE
 from coordinator.api.http import openapi
-from coordinator.api.http.answering import Answering, unless_gone
 from coordinator.api.http.anthropic_messages import MessagesCall
 from coordinator.api.http.api_adapters import ApiAdapter, Translation
 from coordinator.api.http.body import read_json
 from coordinator.api.http.embeddings import FLOAT, check_size, embed_all, response_body
 from coordinator.api.http.errors import ANTHROPIC_PATH, on_http_exception, on_request_error, renamed
 from coordinator.api.http.fields import RequestModel
+from coordinator.api.http.generating import GenerationApp, unless_gone
 from coordinator.api.http.middleware import (
     DOCS_PATH,
     OPENAPI_PATH,
@@ -53,7 +53,7 @@ from coordinator.api.http.openai_responses import ResponsesCall
 from coordinator.api.http.page import Page
 from coordinator.api.http.requests import (
     CHAT_NAMES,
-    Asked,
+    ParsedRequest,
     embed_requests,
     parse_batch,
     parse_chat,
@@ -61,7 +61,7 @@ from coordinator.api.http.requests import (
     parse_tokenize,
     set_limits,
 )
-from coordinator.api.http.responses import ChatForm, CompletionForm, Form
+from coordinator.api.http.responses import ChatFormatter, ChoiceFormatter, CompletionFormatter
 from coordinator.api.preprocess import Preprocessor
 from coordinator.api.prompts import tokenize, within
 from coordinator.api.validation import bad, check_chat, check_count, check_token_ids
@@ -163,7 +163,7 @@ class Endpoints:
             is_chat = values.get("messages") is not None
             return ChatRequest.read(values) if is_chat else CompletionRequest.read(values)
 
-        def parse(body: ChatRequest | CompletionRequest, request_id: str) -> Asked:
+        def parse(body: ChatRequest | CompletionRequest, request_id: str) -> ParsedRequest:
             if isinstance(body, ChatRequest):
                 return parse_chat(body, request_id, self._answer_format)
             return parse_completion(body, request_id)
@@ -260,35 +260,35 @@ class Endpoints:
         self,
         request: Request,
         read: Callable[[dict[str, Any]], Q],
-        parse: Callable[[Q, str], Asked],
+        parse: Callable[[Q, str], ParsedRequest],
         api_adapter: ApiAdapter = OPENAI,
     ) -> ASGIApp:
         given, drawn = request.headers.get(REQUEST_ID_HEADER), request_id_for(request.scope)
 
-        def parsed(body: Q) -> tuple[str, Asked]:
+        def convert(body: Q) -> tuple[str, ParsedRequest]:
             request_id = given or body.request_id or drawn
-            asked = parse(body, request_id)
-            names = {**asked.names, **set_limits(asked.requests, body, request.headers)}
+            parsed = parse(body, request_id)
+            names = {**parsed.names, **set_limits(parsed.requests, body, request.headers)}
             if given:
                 names["request_id"] = REQUEST_ID_HEADER
-            if asked.offer is not None and asked.offer.schema:
+            if parsed.offer is not None and parsed.offer.schema:
                 names["json_schema"] = "tools"
-            return request_id, replace(asked, names=names)
+            return request_id, replace(parsed, names=names)
 
         with self._preprocessor.noting_refusal(CallRecord(given or drawn, ASKER.get())):
-            request_id, asked = await self._read(request, read, parsed)
+            request_id, parsed = await self._read(request, read, convert)
             CURRENT_REQUEST.set(request_id)
-        return Answering(self._preprocessor, self._form(asked), request_id, api_adapter)
+        return GenerationApp(self._preprocessor, self._formatter(parsed), request_id, api_adapter)
 
     async def _read(self, request: Request, read: Callable[[dict[str, Any]], B], parse: Callable[[B], R]) -> R:
         """Return `parse` of the body, and set the warning for its unknown fields. Raises RequestError for an invalid
         body, and for unknown fields when strict."""
 
-        def parsed(values: dict[str, Any]) -> tuple[R, list[str]]:
+        def convert(values: dict[str, Any]) -> tuple[R, list[str]]:
             body = read(values)
             return parse(body), body.unknown_fields()
 
-        result, unknown = await read_json(request, parsed)
+        result, unknown = await read_json(request, convert)
         request.scope["state"]["warning"] = self._preprocessor.unknown_fields.check(unknown)
         return result
 
@@ -296,11 +296,11 @@ class Endpoints:
     def _answer_format(self) -> AnswerFormat:
         return self._preprocessor.model.answer_format
 
-    def _form(self, asked: Asked) -> Form:
+    def _formatter(self, parsed: ParsedRequest) -> ChoiceFormatter:
         model = self._preprocessor.model
-        if asked.requests[0].HasField("chat"):
-            return ChatForm(asked, model.tokenizer, model.answer_format)
-        return CompletionForm(asked, model.tokenizer)
+        if parsed.requests[0].HasField("chat"):
+            return ChatFormatter(parsed, model.tokenizer, model.answer_format)
+        return CompletionFormatter(parsed, model.tokenizer)
 
     async def _while_there(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
         """Return the result of `work` within the request timeout, unless the client disconnects first."""

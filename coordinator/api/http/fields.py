@@ -47,21 +47,21 @@ class Model(BaseModel):
         return list(dict.fromkeys(self._unknown("")))
 
     def _unknown(self, prefix: str) -> Iterator[str]:
-        yield from (prefix + name for name, value in (self.model_extra or {}).items() if value is not None)
+        if extra := self.model_extra:
+            yield from (prefix + name for name, value in extra.items() if value is not None)
+        values = self.__dict__  # without unknown fields
         for name in self.model_fields_set:
-            value = self.__dict__.get(name)  # an unknown field is not there
-            if isinstance(value, Model):
-                yield from value._unknown(f"{prefix}{name}.")
-            elif isinstance(value, list):
-                yield from _unknown_in(value, f"{prefix}{name}[]")
+            if isinstance(value := values.get(name), Model | list):
+                yield from _unknown_in(value, prefix + name)
 
 
-def _unknown_in(entries: list[Any], prefix: str) -> Iterator[str]:
-    for entry in entries:
-        if isinstance(entry, Model):
-            yield from entry._unknown(f"{prefix}.")
-        elif isinstance(entry, list):
-            yield from _unknown_in(entry, f"{prefix}[]")
+def _unknown_in(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, Model):
+        yield from value._unknown(f"{path}.")
+    elif isinstance(value, list):
+        for entry in value:
+            if isinstance(entry, Model | list):
+                yield from _unknown_in(entry, f"{path}[]")
 
 
 class RequestModel(Model):

@@ -27,9 +27,9 @@ A delta never has two of these, so that a list of deltas keeps the order of the 
 class Deltas:
     """Split the text of one output into deltas, which add up to its message, with or without thoughts."""
 
-    def __init__(self, reader: AnswerReader, *, is_parallel: bool = True, tells_thoughts: bool = True) -> None:
+    def __init__(self, reader: AnswerReader, *, is_parallel: bool = True, includes_thoughts: bool = True) -> None:
         self._reader = reader
-        self._tells_thoughts = tells_thoughts
+        self._tells_thoughts = includes_thoughts
         self._most_calls = MAX_CALLS if is_parallel else 1
         self._num_calls = 0
 

@@ -213,10 +213,10 @@ def _set_logprobs(request: ResponsesRequest, body: ChatBody) -> None:
 
 def _set_format(request: ResponsesRequest, body: ChatBody) -> None:
     """Set the format of the output text."""
-    if request.text is None or (form := request.text.format) is None:
+    if request.text is None or (formatter := request.text.format) is None:
         return
-    schema = {"json_schema": {"schema": form.json_schema}} if form.type == "json_schema" else {}
-    body.values["response_format"] = {"type": form.type, **schema}
+    schema = {"json_schema": {"schema": formatter.json_schema}} if formatter.type == "json_schema" else {}
+    body.values["response_format"] = {"type": formatter.type, **schema}
 
 
 def _set_tools(request: ResponsesRequest, body: ChatBody) -> None:

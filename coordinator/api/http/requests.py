@@ -78,16 +78,16 @@ Prompt = str | TokenizedInput | ChatInput
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """One call of an endpoint.
 
-    `requests` has one request for each prompt, each with `num_answers` sequences. `names` maps gRPC field names to the
-    names that the client has sent.
+    `requests` has one request for each prompt, each with `num_sequences` sequences. `names` maps gRPC field names to
+    the names that the client has sent.
     """
 
     requests: tuple[GenerateRequest, ...]
     names: Mapping[str, str] = field(default_factory=dict)
-    num_answers: int = 1
+    num_sequences: int = 1
     stream: bool = False
     include_usage: bool = False  # in a last event of a stream
     continuous_usage: bool = False  # in every event of a stream
@@ -97,12 +97,12 @@ class Asked:
     is_scored: bool = False  # prompt logprobs have a field of their own
     tokens_as_ids: bool = False  # in logprobs
     scores_content: bool = False  # logprobs cover the content without thoughts and tool calls
-    tells_thoughts: bool = True
+    includes_thoughts: bool = True
     offer: Offer | None = None  # tools that the output may call
     terms: Terms = USUAL
 
 
-def parse_completion(request: CompletionRequest, request_id: str) -> Asked:
+def parse_completion(request: CompletionRequest, request_id: str) -> ParsedRequest:
     """Convert a call of /v1/completions. Raises RequestError."""
     params = _sampling_params(request)
     max_tokens, echoes = request.max_tokens, request.echo or False
@@ -120,31 +120,31 @@ def parse_completion(request: CompletionRequest, request_id: str) -> Asked:
     if params.HasField("prompt_logprobs") and len(prompts) > MAX_SCORED_PROMPTS:
         problem = f"has {len(prompts)} prompts; with their logprobs the limit is {MAX_SCORED_PROMPTS}"
         raise bad("prompt", problem)
-    asked = _asked(request, _requests(request, params, request_id, prompts))
+    parsed = _parsed(request, _requests(request, params, request_id, prompts))
     drops_answers = echoes and max_tokens == 0
-    terms = replace(asked.terms, default_max_tokens=DEFAULT_COMPLETION_TOKENS, drops_answers=drops_answers)
-    names = {**COMPLETION_NAMES, **asked.names}
+    terms = replace(parsed.terms, default_max_tokens=DEFAULT_COMPLETION_TOKENS, drops_answers=drops_answers)
+    names = {**COMPLETION_NAMES, **parsed.names}
     if echoes and request.prompt_logprobs is None:
         names["prompt_logprobs"] = "logprobs"
-    return replace(asked, names=names, echoes=echoes, terms=terms)
+    return replace(parsed, names=names, echoes=echoes, terms=terms)
 
 
 def _more(num: int, other: int) -> int:
     return WHOLE_VOCABULARY if WHOLE_VOCABULARY in (num, other) else max(num, other)
 
 
-def parse_chat(request: ChatRequest, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
+def parse_chat(request: ChatRequest, request_id: str, answer_format: AnswerFormat = PLAIN) -> ParsedRequest:
     """Convert a call of /v1/chat/completions. Raises RequestError."""
     params, offer = _chat_params(request, answer_format)
     chat = chat_input(request, request.messages, has_tools=offer is not None)
-    return _asked_of_chats(request, _requests(request, params, request_id, [chat]), answer_format, offer)
+    return _parsed_chats(request, _requests(request, params, request_id, [chat]), answer_format, offer)
 
 
-def parse_batch(request: BatchRequest, request_id: str, answer_format: AnswerFormat = PLAIN) -> Asked:
+def parse_batch(request: BatchRequest, request_id: str, answer_format: AnswerFormat = PLAIN) -> ParsedRequest:
     """Convert a call of /v1/chat/completions/batch, which has no tools. Raises RequestError."""
     params, offer = _chat_params(request, answer_format)
     chats = [chat_input(request, messages, has_tools=False) for messages in request.messages]
-    return _asked_of_chats(request, _requests(request, params, request_id, chats), answer_format, offer)
+    return _parsed_chats(request, _requests(request, params, request_id, chats), answer_format, offer)
 
 
 def _chat_params(request: ChatFields, answer_format: AnswerFormat) -> tuple[SamplingParams, Offer | None]:
@@ -166,7 +166,9 @@ def _chat_params(request: ChatFields, answer_format: AnswerFormat) -> tuple[Samp
     elif (
         params.WhichOneof("constraint") and (num := sum(len(schema) for _, schema in offer.held)) > MAX_CONSTRAINT_CHARS
     ):
-        problem = f"have strict schemas of {num} characters, beside a form the limit is {MAX_CONSTRAINT_CHARS}"
+        problem = (
+            f"have strict schemas of {num} characters, beside a response format the limit is {MAX_CONSTRAINT_CHARS}"
+        )
         raise bad("tools", problem)
     if not offer.schema and answer_format.needs_special_tokens and request.skip_special_tokens is None:
         params.skip_special_tokens = False
@@ -203,7 +205,7 @@ def _request(request: CompletionFields, params: SamplingParams, request_id: str,
     return message
 
 
-def _asked(request: CompletionFields, requests: list[GenerateRequest]) -> Asked:
+def _parsed(request: CompletionFields, requests: list[GenerateRequest]) -> ParsedRequest:
     stream, is_scored = request.stream or False, request.prompt_logprobs is not None
     if stream and is_scored:
         raise bad("prompt_logprobs", "is not supported in a stream")
@@ -211,11 +213,11 @@ def _asked(request: CompletionFields, requests: list[GenerateRequest]) -> Asked:
     if options is not None and not stream:
         raise bad("stream_options", "needs stream: true")
     includes_usage = bool(options and options.include_usage)
-    return Asked(
+    return ParsedRequest(
         requests=tuple(requests),
         names=_constraint_names(request),
         terms=Terms(keeps_first=request.truncation_side == "right"),
-        num_answers=request.n or 1,
+        num_sequences=request.n or 1,
         stream=stream,
         include_usage=includes_usage,
         continuous_usage=includes_usage and bool(options.continuous_usage_stats),
@@ -226,23 +228,23 @@ def _asked(request: CompletionFields, requests: list[GenerateRequest]) -> Asked:
     )
 
 
-def _asked_of_chats(
+def _parsed_chats(
     request: ChatFields, requests: list[GenerateRequest], answer_format: AnswerFormat, offer: Offer | None
-) -> Asked:
+) -> ParsedRequest:
     leeway = Leeway(answer_format.thinks, loose=offer.loose if offer is not None else ())
     if offer is not None and offer.held:
         leeway = replace(leeway, calls=answer_format.calls, tools=offer.held, most_calls=offer.most_calls)
-    asked = _asked(request, requests)
-    names = {**CHAT_NAMES, **asked.names}
+    parsed = _parsed(request, requests)
+    names = {**CHAT_NAMES, **parsed.names}
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     return replace(
-        asked,
+        parsed,
         names=names,
         echoes=request.echo or False,
         offer=offer,
-        terms=replace(asked.terms, leeway=leeway),
-        tells_thoughts=request.include_reasoning is not False,
+        terms=replace(parsed.terms, leeway=leeway),
+        includes_thoughts=request.include_reasoning is not False,
     )
 
 

@@ -1,7 +1,7 @@
 """Convert the messages of an output to the JSON of OpenAI's endpoints. Performs no I/O.
 
 A response is an envelope with choices, one for each sequence. The envelope is common; the choices depend on the
-endpoint's `Form`, of which each call has its own.
+endpoint's `ChoiceFormatter`, of which each call has its own.
 """
 
 import time
@@ -23,7 +23,7 @@ from coordinator.api.http.logprobs import (
 )
 from coordinator.api.http.messages import Delta, Deltas, Message
 from coordinator.api.http.models import ASSISTANT
-from coordinator.api.http.requests import Asked
+from coordinator.api.http.requests import ParsedRequest
 from coordinator.api.validation import skips_special_tokens
 from coordinator.control.instructions import FINISH_REASONS
 from coordinator.text.answer_format import PLAIN, AnswerFormat
@@ -44,7 +44,7 @@ UNKNOWN: Final = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transf
 
 
 @dataclass(slots=True)
-class Answered:
+class Output:
     """Messages of one output that have arrived."""
 
     prompt: list[int]
@@ -64,21 +64,21 @@ class Answered:
         self.scores += chunk.prompt_logprobs
 
 
-class Form(ABC):
+class ChoiceFormatter(ABC):
     """Format of the choices of one call."""
 
     id_prefix: str
     whole_object: str
     event_object: str
 
-    def __init__(self, asked: Asked, tokenizer: Tokenizer) -> None:
-        self.asked = asked
+    def __init__(self, parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
+        self.parsed = parsed
         self._tokenizer = tokenizer
-        self._names = TokenNames(tokenizer.token_bytes, as_ids=asked.tokens_as_ids)
+        self._names = TokenNames(tokenizer.token_bytes, as_ids=parsed.tokens_as_ids)
 
-    def answered(self, prompt: list[int]) -> Answered:
-        """Return an empty Answered for one output."""
-        return Answered(prompt)
+    def new_output(self, prompt: list[int]) -> Output:
+        """Return an empty Output for one output."""
+        return Output(prompt)
 
     def num_thought_tokens(self, index: int, prompt: list[int], chunk: Chunk) -> int | None:
         """Return the number of thinking tokens of all outputs, this chunk included; None for a model without
@@ -101,7 +101,7 @@ class Form(ABC):
         """
 
     @abstractmethod
-    def whole(self, index: int, answered: Answered) -> dict[str, Any]:
+    def whole(self, index: int, output: Output) -> dict[str, Any]:
         """Return the choice with a whole output."""
 
     def end_of(self, complete: Complete) -> dict[str, Any]:
@@ -119,25 +119,25 @@ class Form(ABC):
             end["error"] = {"message": complete.error}
         if complete.HasField("attainment"):
             end["attainment"] = attainment_object(complete.attainment)
-        return {**end, "timeline": timeline_object(complete.timeline)} if self.asked.include_timeline else end
+        return {**end, "timeline": timeline_object(complete.timeline)} if self.parsed.include_timeline else end
 
     def token_ids(self, token_ids: list[int]) -> dict[str, Any]:
         """Return the `token_ids` field, null unless requested."""
-        return {"token_ids": token_ids if self.asked.return_token_ids else None}
+        return {"token_ids": token_ids if self.parsed.return_token_ids else None}
 
     def prompt_token_ids(self, prompt: list[int]) -> dict[str, Any]:
         """Return the `prompt_token_ids` field, null unless requested."""
-        return {"prompt_token_ids": prompt if self.asked.return_token_ids else None}
+        return {"prompt_token_ids": prompt if self.parsed.return_token_ids else None}
 
     def scores(self, scores: list[TokenLogprobs]) -> dict[str, Any]:
         """Return the `prompt_logprobs` field, null unless requested."""
-        told = prompt_logprobs(scores, self._tokenizer.token_bytes) if self.asked.is_scored else None
+        told = prompt_logprobs(scores, self._tokenizer.token_bytes) if self.parsed.is_scored else None
         return {"prompt_logprobs": told}
 
     @property
     def _params(self) -> SamplingParams:
         """Sampling parameters, which all requests of a call share."""
-        return self.asked.requests[0].sampling_params
+        return self.parsed.requests[0].sampling_params
 
     def envelope_extras(self, prompt: list[int]) -> dict[str, Any]:
         """Return fields besides the choices, for a whole response and the first event."""
@@ -148,14 +148,14 @@ class Form(ABC):
         return {}
 
 
-class CompletionForm(Form):
+class CompletionFormatter(ChoiceFormatter):
     """Format of /v1/completions."""
 
     id_prefix = "cmpl-"
     whole_object = event_object = "text_completion"
 
-    def __init__(self, asked: Asked, tokenizer: Tokenizer) -> None:
-        super().__init__(asked, tokenizer)
+    def __init__(self, parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
+        super().__init__(parsed, tokenizer)
         self._offsets: dict[int, TextOffsets] = {}
         self._has_begun: set[int] = set()
 
@@ -173,25 +173,25 @@ class CompletionForm(Form):
     def closing(self, index: int, complete: Complete) -> list[dict[str, Any]]:
         return [{"index": index, "text": "", "logprobs": None, **self.end_of(complete)}]
 
-    def whole(self, index: int, answered: Answered) -> dict[str, Any]:
-        assert answered.complete is not None, "the answer has not ended"
+    def whole(self, index: int, output: Output) -> dict[str, Any]:
+        assert output.complete is not None, "the output has not ended"
         return {
-            **self._first_choice(index, answered.prompt, answered.scores, answered.text, answered.logprobs),
-            **self.end_of(answered.complete),
-            **self.scores(answered.scores),
-            **self.token_ids(answered.token_ids),
+            **self._first_choice(index, output.prompt, output.scores, output.text, output.logprobs),
+            **self.end_of(output.complete),
+            **self.scores(output.scores),
+            **self.token_ids(output.token_ids),
         }
 
     def _first_choice(
         self, index: int, prompt: list[int], scores: list[TokenLogprobs], text: str, logprobs: list[TokenLogprobs]
     ) -> dict[str, Any]:
-        echo = self._echo(index, prompt) if self.asked.echoes else NOTHING
+        echo = self._echo(index, prompt) if self.parsed.echoes else NOTHING
         choice = self._choice(index, prompt, echo.text + text, logprobs, echo, scores)
         return {**choice, **self.prompt_token_ids(prompt)}
 
     def _echo(self, index: int, prompt: list[int]) -> Echo:
         """Return the echo of the client's text; of a truncated prompt, the echo of its remaining tokens."""
-        request = self.asked.requests[index // self.asked.num_answers]
+        request = self.parsed.requests[index // self.parsed.num_sequences]
         is_whole_text = request.HasField("text") and not request.HasField("truncate_prompt_tokens")
         detokenizer = self._tokenizer.detokenizer(skip_special_tokens=False)
         return echo_of(prompt, detokenizer, request.text if is_whole_text else None)
@@ -228,22 +228,22 @@ class CompletionForm(Form):
         return completion_logprobs([*scores, *logprobs], offsets, self._names, unscored=prompt[:1])
 
 
-class ChatForm(Form):
+class ChatFormatter(ChoiceFormatter):
     """Format of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     event_object = "chat.completion.chunk"
 
-    def __init__(self, asked: Asked, tokenizer: Tokenizer, answer_format: AnswerFormat = PLAIN) -> None:
-        super().__init__(asked, tokenizer)
+    def __init__(self, parsed: ParsedRequest, tokenizer: Tokenizer, answer_format: AnswerFormat = PLAIN) -> None:
+        super().__init__(parsed, tokenizer)
         self._format = answer_format
         self._deltas: dict[int, Deltas] = {}
         self._scored: dict[int, ScoredDeltas] = {}
         self._thoughts: dict[int, ThoughtCounter] = {}
 
-    def answered(self, prompt: list[int]) -> Answered:
-        return Answered(prompt, message=Message(self._new_deltas(prompt)))
+    def new_output(self, prompt: list[int]) -> Output:
+        return Output(prompt, message=Message(self._new_deltas(prompt)))
 
     def num_thought_tokens(self, index: int, prompt: list[int], chunk: Chunk) -> int | None:
         if not self._format.thinks:
@@ -264,7 +264,7 @@ class ChatForm(Form):
         if index in self._scored:
             return [self._choice(index, delta, items) for delta, items in self._scored[index].feed(chunk)]
         deltas = self._deltas[index].feed(chunk.text)
-        if not (deltas or chunk.logprobs or self.asked.return_token_ids):
+        if not (deltas or chunk.logprobs or self.parsed.return_token_ids):
             return []
         # The first event has the logprobs and token ids of the whole chunk.
         first = self._choice(index, deltas[0] if deltas else {}, chunk.logprobs, chunk.token_ids)
@@ -283,7 +283,7 @@ class ChatForm(Form):
 
     def _begin(self, index: int, prompt: list[int]) -> None:
         self._deltas[index] = self._new_deltas(prompt)
-        if self.asked.scores_content and self._params.HasField("logprobs"):
+        if self.parsed.scores_content and self._params.HasField("logprobs"):
             skips = skips_special_tokens(self._params)
             offsets = TextOffsets(self._tokenizer.detokenizer(skip_special_tokens=skips, after=prompt))
             self._scored[index] = ScoredDeltas(self._deltas[index], offsets)
@@ -294,25 +294,25 @@ class ChatForm(Form):
         choice = {"index": index, "delta": delta, "logprobs": self._logprobs(items), "finish_reason": None}
         return {**choice, **self.token_ids(list(token_ids))}
 
-    def whole(self, index: int, answered: Answered) -> dict[str, Any]:
-        assert answered.complete is not None, "the answer has not ended"
-        assert answered.message is not None, "it is not of a chat"
-        message = answered.message.finish()
+    def whole(self, index: int, output: Output) -> dict[str, Any]:
+        assert output.complete is not None, "the output has not ended"
+        assert output.message is not None, "it is not of a chat"
+        message = output.message.finish()
         if echo := self._echo(index):
             message["content"] = echo + (message["content"] or "")
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(answered.logprobs),
-            **self._end_of(answered.complete, has_calls=answered.message.has_calls),
-            **self.token_ids(answered.token_ids),
+            "logprobs": self._logprobs(output.logprobs),
+            **self._end_of(output.complete, has_calls=output.message.has_calls),
+            **self.token_ids(output.token_ids),
         }
 
     def _echo(self, index: int) -> str:
         """Return the assistant message that the output continues, if it is echoed."""
-        if not self.asked.echoes:
+        if not self.parsed.echoes:
             return ""
-        last = self.asked.requests[index // self.asked.num_answers].chat.messages[-1]
+        last = self.parsed.requests[index // self.parsed.num_sequences].chat.messages[-1]
         return (last.content or "\n".join(last.content_parts)) if last.role == ASSISTANT else ""
 
     def _end_of(self, complete: Complete, *, has_calls: bool) -> dict[str, Any]:
@@ -322,7 +322,7 @@ class ChatForm(Form):
         return end
 
     def _new_deltas(self, prompt: list[int]) -> Deltas:
-        offer = self.asked.offer
+        offer = self.parsed.offer
         forced = offer.forced if offer else None
         names = offer.names if offer and (forced or self._format.has_calls) else ()
         is_parallel = offer is None or offer.is_parallel
@@ -333,10 +333,10 @@ class ChatForm(Form):
             is_held=constraint_of(self._params) is not None,
             keeps_blanks=may_begin_blank(self._params),
         )
-        return Deltas(reader, is_parallel=is_parallel, tells_thoughts=self.asked.tells_thoughts)
+        return Deltas(reader, is_parallel=is_parallel, includes_thoughts=self.parsed.includes_thoughts)
 
     def envelope_extras(self, prompt: list[int]) -> dict[str, Any]:
-        return self.prompt_token_ids(prompt) if len(self.asked.requests) == 1 else {}
+        return self.prompt_token_ids(prompt) if len(self.parsed.requests) == 1 else {}
 
     def envelope_scores(self, scores: list[TokenLogprobs]) -> dict[str, Any]:
         return self.scores(scores)
@@ -377,15 +377,15 @@ class Usage:
 class Envelope:
     """Common fields around the choices of a call."""
 
-    def __init__(self, form: Form, request_id: str, model: str) -> None:
-        self._form = form
-        self._same = {"id": f"{form.id_prefix}{request_id}", "created": int(time.time()), "model": model}
+    def __init__(self, formatter: ChoiceFormatter, request_id: str, model: str) -> None:
+        self._formatter = formatter
+        self._same = {"id": f"{formatter.id_prefix}{request_id}", "created": int(time.time()), "model": model}
 
     def event(self, choices: list[dict[str, Any]], **others: Any) -> dict[str, Any]:
-        return {**self._same, "object": self._form.event_object, "choices": choices, **others}
+        return {**self._same, "object": self._formatter.event_object, "choices": choices, **others}
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage, **others: Any) -> dict[str, Any]:
-        response = {**self._same, "object": self._form.whole_object, "choices": choices}
+        response = {**self._same, "object": self._formatter.whole_object, "choices": choices}
         return {**response, **UNKNOWN, "usage": usage.to_json(), **others}
 
 

@@ -13,7 +13,7 @@ from coordinator.api.http.models import MAX_PROMPTS, ChatRequest, CompletionRequ
 from coordinator.api.http.requests import (
     CHAT_NAMES,
     COMPLETION_NAMES,
-    Asked,
+    ParsedRequest,
     embed_requests,
     parse_chat,
     parse_completion,
@@ -93,7 +93,7 @@ def test_what_is_left_out_or_null_stays_unset_but_for_openais_16_tokens():
             "sampling_params": {},
         }
     terms = Terms(default_max_tokens=16)
-    assert completion() == Asked(completion().requests, names=COMPLETION_NAMES, terms=terms)
+    assert completion() == ParsedRequest(completion().requests, names=COMPLETION_NAMES, terms=terms)
     assert chat().terms.default_max_tokens is None
 
 
@@ -394,10 +394,10 @@ def test_options_of_the_response():
     options = {"include_usage": True, "continuous_usage_stats": True}
     fields = {"stream_options": options, "return_token_ids": True, "include_timeline": True}
     asked = chat(stream=True, n=4, **fields)
-    assert asked == Asked(
+    assert asked == ParsedRequest(
         asked.requests,
         names=CHAT_NAMES,
-        num_answers=4,
+        num_sequences=4,
         stream=True,
         include_usage=True,
         continuous_usage=True,

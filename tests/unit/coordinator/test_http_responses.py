@@ -6,11 +6,18 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from coordinator.api.http.answering import written
 from coordinator.api.http.errors import error_object, error_response, renamed, status_of
+from coordinator.api.http.generating import written
 from coordinator.api.http.logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs
-from coordinator.api.http.requests import CHAT_NAMES, COMPLETION_NAMES, Asked
-from coordinator.api.http.responses import Answered, ChatForm, CompletionForm, Envelope, Usage, timeline_object
+from coordinator.api.http.requests import CHAT_NAMES, COMPLETION_NAMES, ParsedRequest
+from coordinator.api.http.responses import (
+    ChatFormatter,
+    CompletionFormatter,
+    Envelope,
+    Output,
+    Usage,
+    timeline_object,
+)
 from coordinator.api.http.tools import Offer
 from coordinator.api.statuses import CODES
 from coordinator.text.answer_format import AnswerFormat
@@ -152,20 +159,20 @@ COMPLETE = Complete(finish_reason=FINISH_REASON_LENGTH)
 
 
 @pytest.mark.parametrize("with_extras", [False, True])
-@pytest.mark.parametrize("form_class", [ChatForm, CompletionForm])
+@pytest.mark.parametrize("form_class", [ChatFormatter, CompletionFormatter])
 def test_a_whole_response_is_of_openais_type(tokenizer, form_class, with_extras):
-    asked = Asked((GenerateRequest(),), return_token_ids=with_extras, include_timeline=with_extras)
+    asked = ParsedRequest((GenerateRequest(),), return_token_ids=with_extras, include_timeline=with_extras)
     form = form_class(asked, tokenizer)
-    answered = form.answered([1, 2])
+    answered = form.new_output([1, 2])
     answered.add(CHUNK)
     answered.complete = COMPLETE
     response = Envelope(form, "r", "m").whole([form.whole(0, answered)], Usage(2), **form.envelope_extras([1, 2]))
-    response_class = openai.types.chat.ChatCompletion if form_class is ChatForm else openai.types.Completion
+    response_class = openai.types.chat.ChatCompletion if form_class is ChatFormatter else openai.types.Completion
     response_class.model_validate_json(json.dumps(response), strict=True)
 
 
 def test_every_event_of_a_chat_is_of_openais_type(tokenizer):
-    form = ChatForm(Asked((GenerateRequest(),)), tokenizer)
+    form = ChatFormatter(ParsedRequest((GenerateRequest(),)), tokenizer)
     envelope = Envelope(form, "r", "m")
     for choice in (form.opening(0), *form.events(0, [1, 2], CHUNK), *form.closing(0, COMPLETE)):
         openai.types.chat.ChatCompletionChunk.model_validate_json(
@@ -178,24 +185,24 @@ def test_every_event_of_a_chat_is_of_openais_type(tokenizer):
 def test_what_an_answer_is_made_to_be_is_content_whatever_its_words_look_like(tokenizer):
     text = '{"a": "<think>b</think><tool_call>{}</tool_call>"}'
     params = SamplingParams(json_object=True)
-    asked = Asked((GenerateRequest(sampling_params=params),), offer=Offer(frozenset({"f"})))
-    form = ChatForm(asked, tokenizer, AnswerFormat("hermes", thinks=True))
-    answered = form.answered([1, 2])
+    asked = ParsedRequest((GenerateRequest(sampling_params=params),), offer=Offer(frozenset({"f"})))
+    form = ChatFormatter(asked, tokenizer, AnswerFormat("hermes", thinks=True))
+    answered = form.new_output([1, 2])
     answered.add(Chunk(text=text))
     answered.complete = COMPLETE
     assert form.whole(0, answered)["message"]["content"] == text
 
 
 def test_thoughts_are_left_out_where_they_are_not_wanted(tokenizer):
-    for tells_thoughts in (True, False):
-        asked = Asked((GenerateRequest(),), tells_thoughts=tells_thoughts)
-        form = ChatForm(asked, tokenizer, AnswerFormat(thinks=True))
-        answered = form.answered([1, 2])
+    for includes_thoughts in (True, False):
+        asked = ParsedRequest((GenerateRequest(),), includes_thoughts=includes_thoughts)
+        form = ChatFormatter(asked, tokenizer, AnswerFormat(thinks=True))
+        answered = form.new_output([1, 2])
         answered.add(Chunk(text="<think>Hm.</think>Yes."))
         answered.complete = COMPLETE
         message = form.whole(0, answered)["message"]
-        assert (message["content"], message.get("reasoning_content")) == ("Yes.", "Hm." if tells_thoughts else None)
-        assert bool(form.events(0, [1, 2], Chunk(text="<think>Hm."))) == tells_thoughts
+        assert (message["content"], message.get("reasoning_content")) == ("Yes.", "Hm." if includes_thoughts else None)
+        assert bool(form.events(0, [1, 2], Chunk(text="<think>Hm."))) == includes_thoughts
 
 
 @pytest.mark.parametrize(
@@ -203,7 +210,9 @@ def test_thoughts_are_left_out_where_they_are_not_wanted(tokenizer):
     [({"matched_token_id": EOS}, None), ({"matched_token_id": 7}, 7), ({"matched_stop_str": "x"}, "x"), ({}, None)],
 )
 def test_the_models_own_end_is_no_stop_reason(tokenizer, matched, stop_reason):
-    form = ChatForm(Asked((GenerateRequest(sampling_params=SamplingParams(stop_token_ids=[7])),)), tokenizer)
+    form = ChatFormatter(
+        ParsedRequest((GenerateRequest(sampling_params=SamplingParams(stop_token_ids=[7])),)), tokenizer
+    )
     complete = Complete(finish_reason=FINISH_REASON_LENGTH, **matched)
     assert form.closing(0, complete)[-1]["stop_reason"] == stop_reason
 
@@ -288,8 +297,8 @@ def test_a_response_is_the_same_json_whether_it_is_written_at_once_or_choice_by_
 
 
 def test_each_answer_echoes_the_prompt_of_its_own(tokenizer):
-    asked = Asked(requests=tuple(GenerateRequest(text=text) for text in "ab"), num_answers=2, echoes=True)
-    form = CompletionForm(asked, tokenizer)
+    asked = ParsedRequest(requests=tuple(GenerateRequest(text=text) for text in "ab"), num_sequences=2, echoes=True)
+    form = CompletionFormatter(asked, tokenizer)
     end = Complete(finish_reason=FINISH_REASON_LENGTH)
-    wholes = [form.whole(index, Answered([ord("ab"[index // 2])], text="x", complete=end)) for index in range(4)]
+    wholes = [form.whole(index, Output([ord("ab"[index // 2])], text="x", complete=end)) for index in range(4)]
     assert [whole["text"] for whole in wholes] == ["ax", "ax", "bx", "bx"]

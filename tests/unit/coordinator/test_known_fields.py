@@ -118,7 +118,7 @@ def test_what_is_refused_is_named_and_what_asks_for_nothing_may_be_sent(model):
 
 def with_n(asked):
     """One output is what is asked for without a number, too."""
-    for request in getattr(asked, "requests", ()) if hasattr(asked, "num_answers") else ():
+    for request in getattr(asked, "requests", ()) if hasattr(asked, "num_sequences") else ():
         request.sampling_params.n = request.sampling_params.n or 1
     return asked
 

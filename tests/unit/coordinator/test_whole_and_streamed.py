@@ -12,7 +12,7 @@ from coordinator.api.http.anthropic_messages import MessagesCall
 from coordinator.api.http.models import ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest
 from coordinator.api.http.openai_responses import LOGPROBS, ResponsesCall
 from coordinator.api.http.requests import parse_chat, parse_completion
-from coordinator.api.http.responses import ChatForm, CompletionForm, Envelope, Usage
+from coordinator.api.http.responses import ChatFormatter, CompletionFormatter, Envelope, Usage
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.tokenizer import read_tokenizer
 from protos.inference_pb2 import FINISH_REASON_STOP, Chunk, Complete, TokenLogprobs
@@ -69,7 +69,7 @@ def calls_of(parts):
 
 def whole_of(form, chunks):
     """The choice of a whole response."""
-    answered = form.answered(PROMPT)
+    answered = form.new_output(PROMPT)
     for chunk in chunks:
         answered.add(chunk)
     answered.complete = END
@@ -89,7 +89,9 @@ def test_a_completion(tokenizer, answer):
     written = "".join(chunk.text for chunk in chunks)
 
     def form():
-        return CompletionForm(parse_completion(CompletionRequest.read({"prompt": "p", "logprobs": 0}), "r"), tokenizer)
+        return CompletionFormatter(
+            parse_completion(CompletionRequest.read({"prompt": "p", "logprobs": 0}), "r"), tokenizer
+        )
 
     whole, events = whole_of(form(), chunks), choices_of(form(), chunks)
     assert whole["text"] == "".join(event["text"] for event in events) == written
@@ -106,7 +108,7 @@ def test_a_chat(tokenizer, answer):
 
     def form():
         fields = {"messages": [HI], "tools": [WEATHER], "logprobs": True}
-        return ChatForm(parse_chat(ChatRequest.read(fields), "r", FORMAT), tokenizer, FORMAT)
+        return ChatFormatter(parse_chat(ChatRequest.read(fields), "r", FORMAT), tokenizer, FORMAT)
 
     whole, events = whole_of(form(), chunks), choices_of(form(), chunks)
     message, deltas = whole["message"], [event["delta"] for event in events]
@@ -132,13 +134,13 @@ def test_a_chat(tokenizer, answer):
 
 def translated(call, request, tokenizer, chunks):
     """A whole response, and the JSON of a stream's events."""
-    form = ChatForm(call.parse(request, "r", FORMAT), tokenizer, FORMAT)
+    form = ChatFormatter(call.parse(request, "r", FORMAT), tokenizer, FORMAT)
     envelope, usage = Envelope(form, "r", "m"), Usage(2).to_json()
     events = [envelope.event([choice], usage=usage) for choice in choices_of(form, chunks)]
     for event in events:
         call.read(event)
     whole, streamed = call.whole(), type(call)()
-    form = ChatForm(streamed.parse(request, "r", FORMAT), tokenizer, FORMAT)
+    form = ChatFormatter(streamed.parse(request, "r", FORMAT), tokenizer, FORMAT)
     sent = b"".join([*(streamed.event(event) for event in events), streamed.end()])
     lines = [line for line in sent.decode().splitlines() if line.startswith("data: ")]
     return whole, [json.loads(line.removeprefix("data: ")) for line in lines]

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from coordinator.api.http import sse
 from coordinator.api.http.api_adapters import ApiAdapter, Object, Translation
 from coordinator.api.http.errors import internal_error, renamed
-from coordinator.api.http.responses import Answered, Envelope, Form, Usage
+from coordinator.api.http.responses import ChoiceFormatter, Envelope, Output, Usage
 from coordinator.api.preprocess import Call, Prepared, Preprocessor
 from protos.inference_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, Chunk, GenerateResponse
 from serving_core.errors import RequestError
@@ -34,16 +34,20 @@ R = TypeVar("R")
 MOST_SCORES_AT_ONCE: Final = 256  # tokens with logprobs; a larger response is serialized in a thread
 
 
-class Answering:
+class GenerationApp:
     """ASGI application for exactly one call."""
 
-    def __init__(self, preprocessor: Preprocessor, form: Form, request_id: str, api_adapter: ApiAdapter) -> None:
+    def __init__(
+        self, preprocessor: Preprocessor, formatter: ChoiceFormatter, request_id: str, api_adapter: ApiAdapter
+    ) -> None:
         self._preprocessor = preprocessor
-        self._form = form
+        self._formatter = formatter
         self._api_adapter = api_adapter
-        self._asked = form.asked
+        self._parsed = formatter.parsed
         self._request_id = request_id
-        self._envelope = Envelope(form, request_id, preprocessor.model.name_in_answers(self._asked.requests[0].model))
+        self._envelope = Envelope(
+            formatter, request_id, preprocessor.model.name_in_answers(self._parsed.requests[0].model)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await first_to_end(self._answer(scope, receive, send), _until_gone(receive))
@@ -52,7 +56,7 @@ class Answering:
         try:
             async with AsyncExitStack() as stack:
                 calls = await self._begin(stack)
-                if self._asked.stream:
+                if self._parsed.stream:
                     await self._stream(calls, sse.EventStream(scope, send))
                     return
                 if isinstance(self._api_adapter, Translation):
@@ -67,8 +71,8 @@ class Answering:
         """Begin all prompts together, after all are tokenized: nobody reads the outputs of the first while others are
         tokenized."""
         prepared, calls = list[Prepared](), list[Call]()
-        for num_before, request in enumerate(self._asked.requests):
-            terms = replace(self._asked.terms, num_prompts_behind=len(self._asked.requests) - num_before - 1)
+        for num_before, request in enumerate(self._parsed.requests):
+            terms = replace(self._parsed.terms, num_prompts_behind=len(self._parsed.requests) - num_before - 1)
             prepared.append(await stack.enter_async_context(self._preprocessor.prepared(request, terms=terms)))
             await asyncio.sleep(0)  # lets other calls run before the next prompt
         for each in prepared:
@@ -77,26 +81,26 @@ class Answering:
         return calls
 
     async def _collect(self, calls: Sequence[Call]) -> Response:
-        num_answers = self._asked.num_answers
-        answers = [self._form.answered(call.prompt) for call in calls for _ in range(num_answers)]
+        num_sequences = self._parsed.num_sequences
+        outputs = [self._formatter.new_output(call.prompt) for call in calls for _ in range(num_sequences)]
         usage = _usage(calls)
         async with aclosing(self._arrivals(calls)) as arrivals:
             async for arrival in arrivals:
-                index = arrival.call_index * num_answers + arrival.response.index
-                answered = answers[index]
+                index = arrival.call_index * num_sequences + arrival.response.index
+                output = outputs[index]
                 _tell_cached(usage, arrival)
-                self._count(usage, index, answered.prompt, arrival.response.chunk)
+                self._count(usage, index, output.prompt, arrival.response.chunk)
                 if arrival.response.HasField("complete"):
-                    answered.complete = arrival.response.complete
+                    output.complete = arrival.response.complete
                 else:
-                    answered.add(arrival.response.chunk)
-        if sum(len(answered.scores) + len(answered.logprobs) for answered in answers) > MOST_SCORES_AT_ONCE:
-            return await asyncio.to_thread(self._whole, answers, usage)
-        return self._whole(answers, usage)
+                    output.add(arrival.response.chunk)
+        if sum(len(output.scores) + len(output.logprobs) for output in outputs) > MOST_SCORES_AT_ONCE:
+            return await asyncio.to_thread(self._whole, outputs, usage)
+        return self._whole(outputs, usage)
 
-    def _whole(self, answers: Sequence[Answered], usage: Usage) -> Response:
-        choices = [self._form.whole(index, answered) for index, answered in enumerate(answers)]
-        extras = self._form.envelope_extras(answers[0].prompt) | self._form.envelope_scores(answers[0].scores)
+    def _whole(self, outputs: Sequence[Output], usage: Usage) -> Response:
+        choices = [self._formatter.whole(index, output) for index, output in enumerate(outputs)]
+        extras = self._formatter.envelope_extras(outputs[0].prompt) | self._formatter.envelope_scores(outputs[0].scores)
         return written(self._envelope.whole(choices, usage, **extras))
 
     async def _fold(self, calls: Sequence[Call], translation: Translation[Any]) -> Response:
@@ -129,7 +133,7 @@ class Answering:
         await stream.end()
 
     def _named(self, error: RequestError) -> RequestError:
-        return self._api_adapter.named(renamed(error, self._asked.names))
+        return self._api_adapter.named(renamed(error, self._parsed.names))
 
     async def _write_events(self, calls: Sequence[Call], stream: sse.EventStream) -> None:
         async with aclosing(self._events(calls, self._api_adapter.event)) as told:
@@ -142,7 +146,7 @@ class Answering:
         usage, opened = _usage(calls), set[int]()
         async with aclosing(self._arrivals(calls)) as arrivals:
             async for arrival in arrivals:
-                index = arrival.call_index * self._asked.num_answers + arrival.response.index
+                index = arrival.call_index * self._parsed.num_sequences + arrival.response.index
                 prompt = calls[arrival.call_index].prompt
                 _tell_cached(usage, arrival)
                 opening = [] if index in opened else [*map(take, self._opening(index, prompt, usage))]
@@ -151,38 +155,38 @@ class Answering:
                 make = partial(self._taken, take, index, arrival.response, prompt, usage)
                 has_scores = bool(arrival.response.chunk.prompt_logprobs)  # prompt logprobs, which are large
                 yield opening + (await asyncio.to_thread(make) if has_scores else make())
-        if self._asked.include_usage:
+        if self._parsed.include_usage:
             yield [take(self._envelope.event([], usage=usage.to_json()))]
 
     def _count(self, usage: Usage, index: int, prompt: list[int], chunk: Chunk) -> None:
         usage.add_tokens(len(chunk.token_ids))
-        usage.num_thought_tokens = self._form.num_thought_tokens(index, prompt, chunk)
+        usage.num_thought_tokens = self._formatter.num_thought_tokens(index, prompt, chunk)
 
     async def _arrivals(self, calls: Sequence[Call]) -> AsyncGenerator["Arrival"]:
         async with aclosing(merged(calls)) as arrivals:
             async for arrival in arrivals:
-                if self._asked.terms.drops_answers:
+                if self._parsed.terms.drops_answers:
                     _drop_answer(arrival.response)
                 yield arrival
 
     def _opening(self, index: int, prompt: list[int], usage: Usage) -> list[Object]:
-        choice = self._form.opening(index)
-        return [] if choice is None else [self._event(choice, usage, **self._form.envelope_extras(prompt))]
+        choice = self._formatter.opening(index)
+        return [] if choice is None else [self._event(choice, usage, **self._formatter.envelope_extras(prompt))]
 
     def _taken(
         self, take: Callable[[Object], R], index: int, response: GenerateResponse, prompt: list[int], usage: Usage
     ) -> list[R]:
         if response.HasField("complete"):
-            choices = self._form.closing(index, response.complete)
+            choices = self._formatter.closing(index, response.complete)
         else:
-            choices = self._form.events(index, prompt, response.chunk)
+            choices = self._formatter.events(index, prompt, response.chunk)
         return [take(self._event(choice, usage)) for choice in choices]
 
     def _event(self, choice: Object, usage: Usage, **others: Any) -> Object:
         event = self._envelope.event([choice], **others)
-        if self._asked.continuous_usage:
+        if self._parsed.continuous_usage:
             event["usage"] = usage.to_json()
-        elif self._asked.include_usage:
+        elif self._parsed.include_usage:
             event["usage"] = None
         return event
 
