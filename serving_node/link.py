@@ -21,7 +21,7 @@ from protos import fleet_pb2, fleet_pb2_grpc
 from serving_core.errors import SettingsError
 from serving_core.flags import flag
 from serving_core.net.backoff import Reminder
-from serving_core.net.channels import FLEET_CHANNEL_OPTIONS, channel_credentials
+from serving_core.net.channels import FLEET_CHANNEL_OPTIONS, channel_credentials, why_no_handshake
 from serving_core.net.descriptors import Spares
 from serving_core.net.failure_detector import AwakeClock, FailureDetector
 from serving_core.net.numbering import MessageLost, Numbering
@@ -30,7 +30,7 @@ from serving_core.process.failpoints import reach
 from serving_core.process.telemetry import LogSettings, about
 from serving_core.reasons import NAME_TAKEN
 from serving_core.tasks import first_to_end
-from serving_node.watchdog import Starvation, why_not_attached
+from serving_node.watchdog import Starvation
 
 logger = logging.getLogger(__name__)
 
@@ -380,3 +380,40 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
             await event.wait()
     except TimeoutError:
         return
+
+
+LOST_STATUS: Final = "Internal error from Core"  # gRPC's text if it writes while the other end closes
+
+SILENCE: Final = "nothing answers there"
+# Parts of gRPC's texts for failed connections and their meanings; the first match counts.
+_MEANINGS: Final = (
+    ("Too many open files", "this process has no descriptor left (ulimit -n)"),
+    ("errors resolving", "that is not an address that can be resolved"),
+    ("Connection refused", "nothing listens there"),
+    ("http1.x server", "an HTTP port answers there, not a gRPC one"),
+    ("Failed parsing HTTP/2", "what listens there does not speak gRPC"),
+    ("timeout", SILENCE),
+)
+
+
+def why_not_attached(error: Exception, address: str, *, over_tls: bool) -> str:
+    """Return in words why a node is not attached to the coordinator at `address`."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        code, details = error.code(), error.details() or ""
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return _not_there(address, "a gRPC port answers that is not the fleet's, such as the public one")
+        if details.startswith(("failed to connect", "errors resolving")):
+            what = next((what for words, what in _MEANINGS if words in details), None)
+            if what is None and (what := why_no_handshake(details, over_tls=over_tls)) and over_tls:
+                return f"no TLS with a coordinator at {address}: {what}"
+            return _not_there(address, what or details)
+        if details == LOST_STATUS:
+            return "the coordinator ended the stream"
+        return f"no stream to the coordinator: {code.name}: {details}"
+    if isinstance(error, TimeoutError):
+        return _not_there(address, SILENCE)
+    return str(error) or type(error).__name__
+
+
+def _not_there(address: str, what: str) -> str:
+    return f"no coordinator at {address}: {what}; --coordinator must name its fleet port, by default 50052"

@@ -28,17 +28,17 @@ from serving_core.shapes import preset
 from serving_core.tasks import first_to_end
 from serving_node.distributed_kv.ends import RemoteKVEnds, tile_tokens
 from serving_node.distributed_kv.holder import most_hosted_tokens
-from serving_node.drafting import draft_model_of
 from serving_node.grammar_compiler import GrammarCompiler
 from serving_node.grants import Grants
 from serving_node.kv_offload import NO_OFFLOAD, OffloadPlan
 from serving_node.logic import Limits, NodeLogic
 from serving_node.outputs import StepCounts
-from serving_node.ranks.leading import Followers, rank_load
+from serving_node.ranks.follower import rank_load
+from serving_node.ranks.leading import Followers
 from serving_node.ranks.tiers import NodeTier
 from serving_node.ranks.transfers import NodeTransfers
 from serving_node.settings import OFF, NodeSettings
-from serving_node.stepping import Stepping
+from serving_node.stepping import Stepping, draft_model_of
 from serving_node.worker import Link, Worker
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
+from decode_node.speculation import DraftModel, Drafts
 from engine.drafting import Drafter
 from engine.engine import Engine
 from engine.stepper import (
@@ -31,7 +32,6 @@ from engine.stepper import (
 from serving_core.errors import RankLost
 from serving_core.net.backoff import Backoff
 from serving_core.requests import SampledToken, Work
-from serving_node.drafting import propose
 from serving_node.ranks.leading import Followers, die, end_at_once
 from serving_node.ranks.transfers import NodeTransfers
 from serving_node.watchdog import CALM_S, FIRST_PAUSE_S, LEAST_S, LONGEST_PAUSE_S, Starvation, check_hope, why_stuck
@@ -226,3 +226,27 @@ class Stepping:
 def _naming(works: Sequence[Work]) -> dict[str, Any]:
     """Return the log fields that name the requests of these scheduled tokens."""
     return {"fields": {"request_ids": [work.request.request_id for work in works[:MAX_NAMED]]}}
+
+
+def draft_model_of(drafter: Drafter | None) -> DraftModel | None:
+    """Return the data of a draft model on which decisions depend. Call before its pool holds anything."""
+    if drafter is None:
+        return None
+    engine = drafter.engine
+    return DraftModel(engine.num_blocks, engine.layout.block_size, engine.max_model_len, drafter.measure_step_s())
+
+
+async def propose(drafter: Drafter, drafts: Drafts, stepper: Stepper[Any, Any]) -> None:
+    """Compute the draft tokens of the next step in the engine's thread.
+
+    A draft model that fails is not used again; sequences continue without draft tokens.
+    """
+    if not (works := drafts.plan()):
+        return
+    try:
+        draft_tokens, draft_s = await stepper.between(partial(drafter.propose, works))
+    except Exception:
+        logger.exception("the draft model failed: there are no draft tokens any more")
+        drafts.failed()
+    else:
+        drafts.drafted(works, draft_tokens, draft_s)

@@ -1,4 +1,4 @@
-"""Detect faults of this node: a stuck step, starvation of CPU time, a lost coordinator. Pure.
+"""Detect faults of this node: a stuck step, and starvation of CPU time.
 
 A step is stuck when it takes far longer than steps like it. A step unlike any before has only the coordinator's limit
 (`--step-timeout-s`). A node with a stuck step stays detached until the step ends; if that takes too long, only a new
@@ -15,10 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import grpc
-
 from serving_core.errors import SplitServeError
-from serving_core.net.channels import why_no_handshake
 
 LEAST_S: Final = 3.0  # allowed for any step
 MARGIN: Final = 5.0  # plus this multiple of the expected time
@@ -54,43 +51,6 @@ def check_hope(step_age_s: float, expected_s: float, stuck_exit_s: float) -> Non
 def _most_s(expected_s: float) -> float:
     """Return the longest time that a step with this expected time may take."""
     return LEAST_S + MARGIN * expected_s
-
-
-LOST_STATUS: Final = "Internal error from Core"  # gRPC's text if it writes while the other end closes
-
-SILENCE: Final = "nothing answers there"
-# Parts of gRPC's texts for failed connections and their meanings; the first match counts.
-_MEANINGS: Final = (
-    ("Too many open files", "this process has no descriptor left (ulimit -n)"),
-    ("errors resolving", "that is not an address that can be resolved"),
-    ("Connection refused", "nothing listens there"),
-    ("http1.x server", "an HTTP port answers there, not a gRPC one"),
-    ("Failed parsing HTTP/2", "what listens there does not speak gRPC"),
-    ("timeout", SILENCE),
-)
-
-
-def why_not_attached(error: Exception, address: str, *, over_tls: bool) -> str:
-    """Return in words why a node is not attached to the coordinator at `address`."""
-    if isinstance(error, grpc.aio.AioRpcError):
-        code, details = error.code(), error.details() or ""
-        if code is grpc.StatusCode.UNIMPLEMENTED:
-            return _not_there(address, "a gRPC port answers that is not the fleet's, such as the public one")
-        if details.startswith(("failed to connect", "errors resolving")):
-            what = next((what for words, what in _MEANINGS if words in details), None)
-            if what is None and (what := why_no_handshake(details, over_tls=over_tls)) and over_tls:
-                return f"no TLS with a coordinator at {address}: {what}"
-            return _not_there(address, what or details)
-        if details == LOST_STATUS:
-            return "the coordinator ended the stream"
-        return f"no stream to the coordinator: {code.name}: {details}"
-    if isinstance(error, TimeoutError):
-        return _not_there(address, SILENCE)
-    return str(error) or type(error).__name__
-
-
-def _not_there(address: str, what: str) -> str:
-    return f"no coordinator at {address}: {what}; --coordinator must name its fleet port, by default 50052"
 
 
 TASKS: Final = Path("/proc/self/task")

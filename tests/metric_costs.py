@@ -14,7 +14,7 @@ from protos import inference_pb2
 from serving_core.figures import BATCH, Histogram, families
 from serving_core.node.costs import StepLoad
 from serving_core.node.requests import NodeRequests
-from serving_node.exposition import NodeExposition
+from serving_node.metrics import NodeExposition
 from serving_node.outputs import StepCounts
 from tests import fleet_events as events
 from tests.unit.coordinator.tracker_kit import World

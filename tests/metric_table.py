@@ -18,7 +18,7 @@ from protos import inference_pb2
 from serving_core.figures import BATCH, PREFIX, Histogram, families
 from serving_core.node.requests import NodeRequests
 from serving_core.renamed import METRICS
-from serving_node.exposition import NodeExposition
+from serving_node.metrics import NodeExposition
 from serving_node.outputs import StepCounts
 from tests import fleet_events as events
 from tests.doc_table import DOCS, page_with

@@ -7,9 +7,11 @@ from collections import deque
 from typing import Final
 
 from engine.cache.tier_store import TierStore
+from engine.engine import Engine
 from engine.stepper import Stepper
-from protos import ranks_pb2
+from protos import inference_pb2, ranks_pb2
 from serving_core.errors import RankLost
+from serving_core.process.memory import resident_bytes
 from serving_core.process.run import ending_signals
 from serving_core.requests import Share
 from serving_core.tasks import first_to_end
@@ -106,3 +108,13 @@ class Follower:
 
 def _leave_to_rank_0(number: signal.Signals) -> None:
     logger.info("signal %d is left to rank 0", number)
+
+
+def rank_load(*engines: Engine) -> inference_pb2.RankLoad:
+    """Return the memory use of this process; the first engine is the node's own."""
+    return inference_pb2.RankLoad(
+        rank=engines[0].group.rank,
+        rss_bytes=resident_bytes(),
+        kv_pool_bytes=sum(engine.kv_pool_bytes for engine in engines),
+        weight_bytes=sum(engine.weight_bytes for engine in engines),
+    )

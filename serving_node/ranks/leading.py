@@ -1,5 +1,7 @@
 """Lead the followers of a node from rank 0: it sends commands; they obey and report (protos/ranks.proto).
 
+A follower's stream has length-prefixed protobuf messages over TCP: gRPC would add too much to each decode step.
+
 The loss of any rank is the loss of the node: the other ranks' KV is useless without it, and the coordinator moves the
 requests to another node. So the process ends at once, whatever its engine waits for.
 """
@@ -12,17 +14,15 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, Generic, NoReturn, TypeVar
+
+from google.protobuf.message import DecodeError, Message
 
 from protos import inference_pb2, ranks_pb2
 from serving_core.errors import ModelError, RankLost
 from serving_core.process.memory import resident_bytes
 from serving_core.requests import Share, Work
 from serving_core.tasks import first_to_end
-from serving_node.ranks.stream import RankStream, dial
-
-if TYPE_CHECKING:
-    from engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,54 @@ Exchange = Callable[[bytes], list[bytes]]
 
 OnEvent = Callable[[int, ranks_pb2.RankEvent], None]
 """Takes a follower's rank and its report."""
+
+
+MAX_MESSAGE_BYTES: Final = 64 * 2**20  # twice a step of 1024 requests of 2**17 tokens in blocks of 16
+LENGTH_BYTES: Final = 4
+CONNECT_DEADLINE_S: Final = 10.0
+
+M = TypeVar("M", bound=Message)
+
+
+class RankStream(Generic[M]):
+    """Hold one end of a stream; M is the type of messages from the other end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: type[M]) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._receives = receives
+
+    def send(self, message: Message) -> None:
+        """Queue a message. Raises RankLost if the other end has left MAX_MESSAGE_BYTES unread."""
+        packed = message.SerializeToString()
+        if self._writer.transport.get_write_buffer_size() + len(packed) > MAX_MESSAGE_BYTES:
+            raise RankLost(f"a rank has left {MAX_MESSAGE_BYTES} bytes unread")
+        self._writer.write(len(packed).to_bytes(LENGTH_BYTES, "big") + packed)
+
+    async def receive(self) -> M:
+        """Return the next message. Raises RankLost if the stream has ended or a message is invalid."""
+        try:
+            length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
+            if length > MAX_MESSAGE_BYTES:
+                raise RankLost(f"a message of {length} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+            return self._receives.FromString(await self._reader.readexactly(length))
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise RankLost("the stream between two ranks has ended") from error
+        except DecodeError as error:
+            raise RankLost("a message between two ranks cannot be read") from error
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def dial(host: str, port: int, receives: type[M]) -> RankStream[M]:
+    """Connect to rank 0. Raises RankLost if rank 0 does not respond in time."""
+    try:
+        async with asyncio.timeout(CONNECT_DEADLINE_S):
+            reader, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError) as error:
+        raise RankLost("rank 0 does not answer") from error
+    return RankStream(reader, writer, receives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,16 +251,6 @@ class Leader:
             self._load.rss_bytes = resident_bytes()
             self.send(load=self._load)
             await asyncio.sleep(BEAT_S)
-
-
-def rank_load(*engines: "Engine") -> inference_pb2.RankLoad:
-    """Return the memory use of this process; the first engine is the node's own."""
-    return inference_pb2.RankLoad(
-        rank=engines[0].group.rank,
-        rss_bytes=resident_bytes(),
-        kv_pool_bytes=sum(engine.kv_pool_bytes for engine in engines),
-        weight_bytes=sum(engine.weight_bytes for engine in engines),
-    )
 
 
 def die(why: object) -> NoReturn:

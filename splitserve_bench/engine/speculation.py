@@ -39,8 +39,8 @@ from serving_core.reasons import PROMPT_TOO_LONG
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
 from serving_core.shapes import BOTH, preset
-from serving_node.drafting import draft_model_of
 from serving_node.logic import Limits, NodeLogic
+from serving_node.stepping import draft_model_of
 from splitserve.launch.models import Report
 from splitserve_bench.engine.driver import load_engine, threads
 from splitserve_bench.report import table_of

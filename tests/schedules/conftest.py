@@ -10,7 +10,7 @@ import coordinator.dispatcher
 import engine.stepper
 import kv_transfer.descriptor
 import serving_node.link
-import serving_node.ranks.leading
+import serving_node.ranks.follower
 import serving_node.runner
 import serving_node.stepping
 from tests.schedules.streams import Channel
@@ -31,7 +31,7 @@ def simulated(monkeypatch):
     for module in (kv_transfer.descriptor, serving_node.runner):
         monkeypatch.setattr(module, "secrets", draws)
     monkeypatch.setattr(serving_node.runner, "resident_bytes", lambda: 0)
-    monkeypatch.setattr(serving_node.ranks.leading, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(serving_node.ranks.follower, "resident_bytes", lambda: 0)
     monkeypatch.setattr(grpc.aio, "insecure_channel", Channel)
     monkeypatch.setattr(serving_node.link.fleet_pb2_grpc, "FleetStub", lambda channel: channel)
 

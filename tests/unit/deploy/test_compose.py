@@ -13,7 +13,7 @@ import yaml
 from coordinator.settings import CoordinatorSettings, check_settings
 from kv_transfer.transports.zmq import WILDCARDS
 from serving_core.flags import ENV_PREFIX, fields_of, settings_command
-from serving_node.exposure import check_network, is_encrypted
+from serving_node.settings import check_network, is_encrypted
 from splitserve.commands.certs import certs
 from splitserve.launch.cluster import ROOMS, ClusterSettings, Place, flat, plan_cluster
 from splitserve.launch.models import LocalModel

@@ -10,9 +10,8 @@ from coordinator.api.http.middleware import OPEN_PATHS
 from coordinator.settings import CoordinatorSettings, check_settings
 from kv_transfer.descriptor import holder_address_of
 from serving_core.flags import secrets_of
-from serving_node.exposure import check_network
 from serving_node.health import FOLLOWER_STATES, node_states
-from serving_node.settings import NodeSettings
+from serving_node.settings import NodeSettings, check_network
 from serving_node.watchdog import LEAST_S, MARGIN
 from splitserve.commands.variables import unknown_variables
 from tests.unit.deploy.kubernetes_kit import (

@@ -28,8 +28,7 @@ from serving_core.net.tls import (
     hosts_of,
     read_tls,
 )
-from serving_node.exposure import check_network
-from serving_node.settings import NodeSettings
+from serving_node.settings import NodeSettings, check_network
 from tests.tls_kit import authority, files_of, flags_of, for_servers_alone, with_dates
 
 

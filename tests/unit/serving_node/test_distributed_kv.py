@@ -20,9 +20,8 @@ from serving_node.decisions import OpenRemoteKV
 from serving_node.distributed_kv.ends import RemoteKVEnds, tile_tokens
 from serving_node.distributed_kv.holder import HOLD_S, LAPSE_S, MOST_STEP_S, Hosting
 from serving_node.distributed_kv.source import PATIENCE_S, RETRY_S
-from serving_node.exposure import check_network
 from serving_node.link import LinkSettings
-from serving_node.settings import NodeSettings
+from serving_node.settings import NodeSettings, check_network
 from tests.tls_kit import authority, flags_of
 from tests.unit.serving_node.logic_kit import LAYOUT
 from tests.unit.serving_node.remote_kv_kit import TILE, Fellows, LongNode

@@ -6,7 +6,7 @@ from engine.stepper import DRAFT, PARTS
 from serving_core.figures import families
 from serving_core.node.blocks import BlockAllocator
 from serving_core.node.costs import StepLoad
-from serving_node.exposition import NodeExposition
+from serving_node.metrics import NodeExposition
 from serving_node.outputs import StepCounts
 from tests.unit.serving_node.runner_kit import carry_descriptors, fleet, make_request, running
 

@@ -8,9 +8,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serving_core.errors import SettingsError
-from serving_node.exposure import check_network
 from serving_node.health import FOLLOWER_STATES, health_port, node_states
-from serving_node.settings import NodeSettings
+from serving_node.settings import NodeSettings, check_network
 
 DEADLINE_S = 60.0
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serving_core.errors import SettingsError
 from serving_core.figures import counter, gauge
-from serving_node import metrics_server
-from serving_node.metrics_server import MetricsServer
+from serving_node import metrics
+from serving_node.metrics import MetricsServer
 
 HOST = "127.0.0.1"
 DEADLINE_S = 60.0
@@ -88,7 +88,7 @@ async def test_what_is_no_call_for_figures_gets_none(head, status):
 
 
 async def test_clients_that_hang_are_cut_off_and_others_get_their_turn(monkeypatch):
-    monkeypatch.setattr(metrics_server, "CALL_S", 1.5)
+    monkeypatch.setattr(metrics, "CALL_S", 1.5)
     async with server_of(three) as server:
         hanging = [await asyncio.open_connection(HOST, server.port) for _ in range(2)]
         for _, writer in hanging:
@@ -111,18 +111,18 @@ async def test_clients_that_hang_are_cut_off_and_others_get_their_turn(monkeypat
 
 
 async def test_a_loop_that_is_busy_costs_the_call_alone(monkeypatch):
-    monkeypatch.setattr(metrics_server, "FIGURES_S", 0.1)
+    monkeypatch.setattr(metrics, "FIGURES_S", 0.1)
     async with server_of(three) as server:
         with socket.create_connection((HOST, server.port), timeout=DEADLINE_S) as client:
             client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             head = client.recv(64)  # the loop has no turn meanwhile
         assert head.split()[1] == b"503"
-        monkeypatch.setattr(metrics_server, "FIGURES_S", DEADLINE_S)
+        monkeypatch.setattr(metrics, "FIGURES_S", DEADLINE_S)
         assert (await ask(server.port))[0] == 200
 
 
 async def test_without_descriptors_it_waits_and_goes_on(monkeypatch):
-    monkeypatch.setattr(metrics_server, "SHORTAGE_S", 0.01)
+    monkeypatch.setattr(metrics, "SHORTAGE_S", 0.01)
     async with server_of(three) as server:
         accept, refused = socket.socket.accept, []
 

@@ -11,10 +11,9 @@ from serving_core.errors import RankLost, SettingsError
 from serving_core.requests import Request, SamplingParams, Share, Work
 from serving_core.settings import EngineSettings
 from serving_node.process import node_command
-from serving_node.ranks import leading, stream
-from serving_node.ranks.leading import Followers, Leader, Meeting, share_from_wire
+from serving_node.ranks import leading
+from serving_node.ranks.leading import Followers, Leader, Meeting, RankStream, dial, share_from_wire
 from serving_node.ranks.processes import check_world, started_rank
-from serving_node.ranks.stream import RankStream, dial
 from tests.unit.serving_node.rank_kit import Died, crew, let_die_raise
 
 
@@ -154,7 +153,7 @@ async def test_a_message_that_is_too_long_is_not_read():
     ours, theirs = socket.socketpair()
     (reader, writer), (_, hostile) = [await asyncio.open_connection(sock=each) for each in (ours, theirs)]
     leader = Leader(RankStream(reader, writer, ranks_pb2.RankCommand), inference_pb2.RankLoad(rank=1))
-    hostile.write((stream.MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"))
+    hostile.write((leading.MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"))
     with pytest.raises(RankLost, match="bytes"):
         await leader.command()
     leader.stream.close()
@@ -162,7 +161,7 @@ async def test_a_message_that_is_too_long_is_not_read():
 
 
 async def test_a_follower_that_reads_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr(stream, "MAX_MESSAGE_BYTES", 2**20)
+    monkeypatch.setattr(leading, "MAX_MESSAGE_BYTES", 2**20)
     async with crew(monkeypatch, 1) as (followers, _):
         block_ids = list(range(2**20, 2**20 + 50_000))
 
