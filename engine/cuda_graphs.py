@@ -25,6 +25,7 @@ from engine.attention.tiled import TiledAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch, build_batch
 from engine.model.llama import LlamaDecoder
+from engine.ops.base import Logits
 from engine.parallel import RankGroup, on_all_ranks
 from serving_core.errors import RankLost
 from serving_core.requests import Share
@@ -75,35 +76,29 @@ class StaticDecode:
             self.close()  # the traceback holds this object, and closing a group waits for all graphs
             raise
 
-    def matches(self, batch: ForwardBatch) -> bool:
-        """Return whether the batch is a decode step without adapters, with all rows wanted, that fits the buffers."""
+    def plan(self, batch: ForwardBatch) -> int | None:
+        """Return the size that computes a decode step without adapters, with all rows wanted, that fits the buffers."""
         num_rows = len(batch.token_ids)
-        return (
+        fits = (
             not batch.adapted_rows
             and len(batch.kv_lengths) == len(batch.logit_rows) == num_rows <= self.sizes[-1]
             and batch.block_tables.shape[1] <= self._inputs.block_tables.shape[1]
         )
+        return next(size for size in self.sizes if size >= num_rows) if fits else None
 
-    def plan(self, batch: ForwardBatch) -> None:
-        """Return None: a graph needs only the batch."""
-
-    def run(
-        self, batch: ForwardBatch, on_taken: Callable[[], None] | None = None, plan: None = None
-    ) -> torch.Tensor | None:
-        """Compute the batch; return the logits [B, vocab_size] on rank 0, valid until the next run."""
+    def run(self, batch: ForwardBatch, plan: int, on_taken: Callable[[], None]) -> Logits | None:
+        """Compute the batch with the graph of size `plan`; return the logits [B, vocab_size] on rank 0, valid until the
+        next run.
+        """
         num_rows = len(batch.token_ids)
         self._fill(batch, num_rows)
-        if on_taken is not None:
-            on_taken()
-        self._replays[next(size for size in self.sizes if size >= num_rows)]()
-        return None if self._logits is None else self._logits[:num_rows]
+        on_taken()
+        self._replays[plan]()
+        return None if self._logits is None else Logits(self._logits[:num_rows])
 
     def close(self) -> None:
         """Release the graphs."""
         self._replays.clear()
-
-    def likeliest(self, num_rows: int) -> None:
-        """Return None: sampling finds the maxima."""
 
     def _fill(self, batch: ForwardBatch, num_rows: int) -> None:
         """Copy the batch into the first rows, and turn later rows that the batch before used into padding."""
@@ -243,9 +238,11 @@ def _largest_difference(program: StaticDecode, decoder: LlamaDecoder, attention:
         for smaller in (0, *program.sizes[:-1]):
             lengths = [most_tokens - 37 * row % most_tokens for row in range(smaller + 1)]
             batch = _decode_batch(lengths, num_blocks, vocab_size, pool)
-            expected, replayed = decoder(batch, attention), program.run(batch)
+            expected, plan = decoder(batch, attention), program.plan(batch)
+            assert plan is not None, "decode steps without adapters fit"
+            replayed = program.run(batch, plan, lambda: None)
             if expected is not None and replayed is not None:
-                difference = (replayed - expected).abs().max() / expected.abs().max()
+                difference = (replayed.rows - expected).abs().max() / expected.abs().max()
                 differences.append(float(difference.nan_to_num(torch.inf)))
     finally:
         for layer in pool.layout.layers:

@@ -34,6 +34,8 @@ EXACT_INTEGERS: Final = 2**24  # float32 represents the integers up to here
 class FakeModel:
     """The model of this module's docstring, in place of a decoder."""
 
+    num_divided_passes = 0
+
     def __init__(self, config: ModelConfig, folder: Path, group: RankGroup) -> None:
         if max(config.vocab_size, config.max_position_embeddings) > EXACT_INTEGERS:
             raise ModelError(f"the fake model's vocab_size and max_position_embeddings are at most {EXACT_INTEGERS}")

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,13 +53,6 @@ class ForwardBatch:
         )
 
 
-class Built(NamedTuple):
-    """A batch, and the plan of the decode program that computes it, if any."""
-
-    batch: ForwardBatch
-    plan: Any
-
-
 def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) -> ForwardBatch:
     """Build the batch of the shares, in order. For each share, logits are wanted for its scored rows, then for its last
     row if it samples.
@@ -72,7 +64,7 @@ def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) 
     logit_rows: list[int] = []
     adapted_rows: dict[str, list[int]] = {}
     for share in shares:
-        end = share.start + share.num_tokens
+        end = share.start + len(share.token_ids)
         token_ids += share.token_ids
         positions += range(share.start, end)
         blocks = share.block_ids
@@ -87,19 +79,18 @@ def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) 
     def tensor(values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return _moved(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
-    kv_lengths = [share.start + share.num_tokens for share in shares]
-
+    kv_lengths = [share.start + len(share.token_ids) for share in shares]
     return ForwardBatch(
         token_ids=tensor(token_ids, torch.int64),
         positions=tensor(positions, torch.int64),
         slots=tensor(slots, torch.int64),
         query_starts=tensor(query_starts, torch.int32),
         kv_lengths=tensor(kv_lengths, torch.int32),
-        block_tables=_moved(_block_tables(shares, block_size), device),
+        block_tables=_moved(_block_tables(shares, kv_lengths, block_size), device),
         logit_rows=tensor(logit_rows, torch.int64),
         adapted_rows={adapter: tensor(rows, torch.int64) for adapter, rows in adapted_rows.items()},
         starts=query_starts,
-        longest_query=max(share.num_tokens for share in shares),
+        longest_query=max(len(share.token_ids) for share in shares),
         longest_context=max(kv_lengths),
     )
 
@@ -109,8 +100,8 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _block_tables(shares: Sequence[Share], block_size: int) -> torch.Tensor:
-    counts = [-(-(share.start + share.num_tokens) // block_size) for share in shares]
+def _block_tables(shares: Sequence[Share], kv_lengths: Sequence[int], block_size: int) -> torch.Tensor:
+    counts = [-(-length // block_size) for length in kv_lengths]
     tables = np.zeros((len(shares), max(counts)), dtype=np.int32)
     for row, share, count in zip(tables, shares, counts, strict=True):
         row[:count] = share.block_ids[:count]

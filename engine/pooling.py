@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from engine.overflow import overflowed
+from engine.sampler import overflowed
 from serving_core.requests import MEAN, NO_TOKEN, Pooling, SampledToken, Work
 
 

@@ -9,16 +9,34 @@ same logits.
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
-from engine.ops.base import Likeliest, Ops
+from engine.ops.base import Likeliest, Logits, Ops
 from engine.ops.sampling import RowSampling
-from engine.overflow import overflowed
 from serving_core.errors import RequestError
-from serving_core.requests import NO_TOKEN, Request, SampledToken, Work
+from serving_core.reasons import STEP_FAILED
+from serving_core.requests import NO_TOKEN, Request, SampledToken, Share, Work
+
+
+def sample_step(
+    logits: Logits, works: Sequence[Work], shares: Sequence[Share], eos_token_ids: Sequence[int], ops: Ops
+) -> list[SampledToken]:
+    """Return the sampled tokens of a step, in order: of each work whose share samples, as Work.take consumes them.
+
+    `shares` are those of the works. Stores the prompt scores that the step computes in the requests.
+    """
+    rows, likeliest = logits
+    if any(share.num_scored > len(work.draft_tokens) for work, share in zip(works, shares, strict=True)):
+        rows, likeliest = take_scores(rows, works, ops), None
+    sampling = [work for work, share in zip(works, shares, strict=True) if share.samples]
+    if any(work.draft_tokens for work in sampling):
+        return verify(rows, sampling, eos_token_ids, ops, likeliest)
+    requests = [work.request for work in sampling]
+    return sample(rows, requests, eos_token_ids, ops, likeliest) if requests else []
 
 
 def forbid(logits: torch.Tensor, requests: Sequence[Request]) -> dict[int, RequestError]:
@@ -56,7 +74,7 @@ def is_adjusted(request: Request) -> bool:
         bool(sampling.logit_bias)
         or bool(sampling.allowed_token_ids)
         or bool(sampling.bad_tokens)
-        or request.num_output_tokens < sampling.min_tokens
+        or (sampling.min_tokens > 0 and request.num_output_tokens < sampling.min_tokens)
         or sampling.repetition_penalty != 1
         or sampling.frequency_penalty != 0
         or sampling.presence_penalty != 0
@@ -261,6 +279,49 @@ def sample(
     for row, token in failed.items():
         sampled[row] = token
     return sampled
+
+
+def verify(
+    logits: torch.Tensor,
+    works: Sequence[Work],
+    eos_token_ids: Sequence[int],
+    ops: Ops,
+    likeliest: Likeliest | None = None,
+) -> list[SampledToken]:
+    """Sample the tokens of each work with draft tokens, in order, as Work.take consumes them.
+
+    A draft token is accepted if it equals the token sampled before it. Behind each accepted draft token one more token
+    is sampled, just as a step without draft tokens samples it: from logits with the same bits, for a request with the
+    same tokens. So speculation changes only the time, also with penalties, grammars and seeds.
+
+    For each work, `logits` has one row for its last known token, then one for each draft token. `likeliest` and errors
+    are as in `sample`.
+    """
+    given: list[list[SampledToken]] = [[] for _ in works]
+    going, row = [], 0
+    for place, work in enumerate(works):
+        going.append((place, row, work.request))
+        row += 1 + len(work.draft_tokens)
+    while going:
+        rows, requests = [row for _, row, _ in going], [request for *_, request in going]
+        known = None if likeliest is None else (likeliest[0][rows], likeliest[1][rows])
+        tokens = sample(logits[rows], requests, eos_token_ids, ops, known)
+        behind = []
+        for (place, row, request), token in zip(going, tokens, strict=True):
+            draft_tokens = works[place].draft_tokens[len(given[place]) :]
+            given[place].append(token)
+            if draft_tokens and draft_tokens[0] == token.token_id:
+                grown = replace(request, token_ids=[*request.token_ids, token.token_id])
+                behind.append((place, row + 1, grown))
+        going = behind
+    return [token for tokens in given for token in tokens]
+
+
+def overflowed(what: str) -> SampledToken:
+    """Return an error instead of a token or embedding whose numbers are not finite: the model overflows, or this node
+    is broken. The other requests of the step continue, and another node may retry the request.
+    """
+    return SampledToken(NO_TOKEN, error=RequestError(STEP_FAILED, f"the model's {what} are not finite numbers"))
 
 
 def uniform(seed: int, position: int) -> float:

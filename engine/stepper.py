@@ -51,36 +51,6 @@ def _is_out_of_memory(error: Exception) -> bool:
     return OF_CPU_ALLOCATOR in text or (text.startswith(OF_TRITON) and "out of memory" in text)
 
 
-PLAN = "plan"  # the scheduler's decisions
-HAND_OVER = "threads"  # between the event loop and the engine's thread
-BUILD = "build"  # the tensors of a batch
-COMPUTE = "compute"  # on CUDA only the launches: `sample` is the first part that waits for the device
-SAMPLE = "sample"  # sampling from logits
-DRAFT = "draft"  # the draft model, between two steps
-AFTER = "after"  # processing of tokens: finish reasons, records, full blocks
-SEND = "send"  # reports to the coordinator, and other decisions
-IDLE = "idle"  # nothing to compute
-PARTS: Final = (PLAN, BUILD, COMPUTE, SAMPLE, DRAFT, AFTER, SEND, HAND_OVER, IDLE)
-BETWEEN: Final = (PLAN, BUILD, SAMPLE, AFTER, SEND, HAND_OVER)
-
-
-class StepClock:
-    """Total seconds of each part of a step. Parts do not overlap, in whatever thread they run, and sum to the time from
-    the start to the last lap.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.seconds: Final = dict.fromkeys(PARTS, 0.0)
-        self._now = now
-        self._last_s = now()
-
-    def lap(self, part: str) -> None:
-        """Count the time since the last lap as this part."""
-        now_s = self._now()
-        self.seconds[part] += now_s - self._last_s
-        self._last_s = now_s
-
-
 NUM_RECENT_STEPS: Final = 64
 TAKEN_IN_DEADLINE_S: Final = 600.0  # for the event loop to process a step's result
 

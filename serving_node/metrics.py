@@ -23,7 +23,7 @@ from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
 from decode_node.speculation import SpeculationCounts
-from engine.stepper import StepClock
+from engine.engine import StepClock
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from protos import inference_pb2

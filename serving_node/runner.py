@@ -12,8 +12,7 @@ from typing import Final
 from decode_node.speculation import SpeculationCounts
 from engine.cache.tier_store import TierStore
 from engine.drafting import Drafter
-from engine.engine import Engine
-from engine.stepper import StepClock
+from engine.engine import Engine, StepClock
 from kv_transfer.ends.receiver import Alarm, KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.results import Received, Sent, TransferFailed

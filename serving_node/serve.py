@@ -9,6 +9,7 @@ from typing import Final, Protocol
 
 import torch
 
+from engine.build import build_engine
 from engine.cache.tier_store import TierStore
 from engine.drafting import Drafter
 from engine.engine import Engine
@@ -72,7 +73,7 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
     settings = settings.resolved(role, device.type)
     joined = closing(join(device, tp_size, flags.rank_timeout_s, pp_size))
     draft_flags = None if role == PREFILL else draft_engine(settings)  # after a role change it drafts by prompt lookup
-    with joined as group, closing(Engine(flags, group, draft_bytes(draft_flags))) as engine:
+    with joined as group, closing(build_engine(flags, group, draft_bytes(draft_flags))) as engine:
         prefill_tokens_per_s = engine.warm_up()
         drafter = _drafter(draft_flags, engine)
         take_own_stream(device)
@@ -152,7 +153,7 @@ def _drafter(flags: EngineSettings | None, engine: Engine) -> Drafter | None:
     """Return the draft model if it is set and useful. Raises SettingsError or ModelError."""
     if flags is None or not engine.is_batch_invariant:
         return None
-    drafts = Engine(flags)
+    drafts = build_engine(flags)
     drafts.warm_up()
     weights, pool = size_of(drafts.weight_bytes), size_of(drafts.kv_pool_bytes)
     logger.info("draft model: weights %s, %d KV blocks in %s", weights, drafts.num_blocks, pool)

@@ -13,22 +13,8 @@ from typing import Any, Final
 
 from decode_node.speculation import DraftModel, Drafts
 from engine.drafting import Drafter
-from engine.engine import Engine
-from engine.stepper import (
-    AFTER,
-    DRAFT,
-    HAND_OVER,
-    IDLE,
-    MOST_FAILED_STEPS,
-    PLAN,
-    SEND,
-    NextStep,
-    Step,
-    StepClock,
-    Stepper,
-    cause_of,
-    is_fatal,
-)
+from engine.engine import AFTER, DRAFT, HAND_OVER, IDLE, PLAN, SEND, Engine, StepClock
+from engine.stepper import MOST_FAILED_STEPS, NextStep, Step, Stepper, cause_of, is_fatal
 from serving_core.errors import RankLost
 from serving_core.net.backoff import Backoff
 from serving_core.requests import SampledToken, Work

@@ -13,7 +13,7 @@ from coordinator.api.exposition import Exposition
 from coordinator.api.http.middleware import HttpCounts
 from coordinator.api_server_link import ApiServerLink, api_server_figures
 from decode_node.speculation import SpeculationCounts
-from engine.stepper import StepClock
+from engine.engine import StepClock
 from protos import inference_pb2
 from serving_core.figures import BATCH, PREFIX, Histogram, families
 from serving_core.node.requests import NodeRequests

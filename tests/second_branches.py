@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import click
 
 from decode_node.speculation import SHORTEST, Lookup, following
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.settings import EngineSettings
 from splitserve_bench.engine.speculation import CHAT, EDIT, SUMMARY, prompts_of
 from tests.toy_scheduler import greedy, run_all
@@ -61,7 +61,7 @@ def steps_of(prompt: list[int], answer: list[int], *, by_tree: bool) -> list[Ste
 @click.command(help=__doc__)
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
 def main(model: Path) -> None:
-    engine = Engine(EngineSettings(model=str(model)))
+    engine = build_engine(EngineSettings(model=str(model)))
     click.echo(
         f"{'text':<22}{'steps with a branch':>20}{'of them it came alone':>23}{'tokens a step':>15}{'with it':>9}"
     )

@@ -25,7 +25,7 @@ from engine.model.llama import (
 from engine.model.rope import Rotation
 from engine.native.linear import DenseMatrix
 from engine.native.program import NativeProgram
-from engine.ops.base import KVSlots, Likeliest
+from engine.ops.base import KVSlots, Logits
 from engine.ops.native import ELEMENTS, NativeOps
 from engine.quantization.quantized_linear import QuantizedMatrix
 from serving_core.model_files.rope import Rope
@@ -74,28 +74,21 @@ class NativeDecode:
         self._program = NativeProgram(OPERATIONS_PER_LAYER * layout.num_layers + OPERATIONS_AFTER, MOST_ROWS)
         self._record()
 
-    def matches(self, batch: ForwardBatch) -> bool:
-        """Return whether the batch has at most MOST_ROWS tokens, all with wanted logits and without adapters."""
-        return not batch.adapted_rows and len(batch.logit_rows) == len(batch.token_ids) <= MOST_ROWS
-
-    def plan(self, batch: ForwardBatch) -> NativeDecodePlan:
+    def plan(self, batch: ForwardBatch) -> NativeDecodePlan | None:
+        """Plan batches of at most MOST_ROWS tokens, all with wanted logits and without adapters."""
+        if batch.adapted_rows or not len(batch.logit_rows) == len(batch.token_ids) <= MOST_ROWS:
+            return None
         dtype = self._buffers.x.dtype
         return NativeDecodePlan(
             {window: self._attention.plan(batch, window) for window in self._plans},
             {rope: rotary.tables(batch.positions, dtype) for rope, rotary in self._decoder.rotaries.items()},
         )
 
-    def run(
-        self,
-        batch: ForwardBatch,
-        on_taken: Callable[[], None] | None = None,
-        plan: NativeDecodePlan | None = None,
-    ) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, plan: NativeDecodePlan, on_taken: Callable[[], None]) -> Logits:
         """Compute the batch; return the logits [T, vocab_size], valid until the next run. Raises IndexError, and writes
         nothing, if a slot is outside the pool.
         """
         num_rows, buffers, decoder = len(batch.token_ids), self._buffers, self._decoder
-        plan = plan or self.plan(batch)
         assert decoder.embed_tokens is not None
         buffers.x[:num_rows] = decoder.embed_tokens(batch.token_ids)
         for rope, rotation in plan.rotations.items():
@@ -104,18 +97,14 @@ class NativeDecode:
         buffers.slots[:num_rows] = batch.slots
         for window, of_window in plan.attention.items():
             self._plans[window].value = of_window.address
-        if on_taken is not None:
-            on_taken()
+        on_taken()
         if not self._program.run(num_rows):
             raise IndexError(f"there is a slot outside the {self._attention.pool.num_blocks} blocks of the KV pool")
-        return buffers.logits[:num_rows]
+        highest, tokens = buffers.likeliest
+        return Logits(buffers.logits[:num_rows], (highest[:num_rows], tokens[:num_rows]))
 
     def close(self) -> None:
         """Do nothing: no group waits for this program."""
-
-    def likeliest(self, num_rows: int) -> Likeliest:
-        highest, tokens = self._buffers.likeliest
-        return highest[:num_rows], tokens[:num_rows]
 
     def _record(self) -> None:
         buffers, decoder = self._buffers, self._decoder

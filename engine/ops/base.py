@@ -61,6 +61,13 @@ Likeliest: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """The largest number (float32) and its first index (int64) of each of S rows of logits. NaN counts as the largest."""
 
 
+class Logits(NamedTuple):
+    """The logits [S, vocab_size] of the wanted rows of a step, or an embedder's hidden states."""
+
+    rows: torch.Tensor
+    likeliest: Likeliest | None = None  # if already known
+
+
 class Ops:
     """The ops, computed with torch on any device. A backend overrides those that it computes faster.
 

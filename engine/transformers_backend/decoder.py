@@ -320,6 +320,8 @@ UNCOMPUTABLE: Final = (  # errors that models raise
 class TransformersDecoder:
     """One rank's part of a loaded model."""
 
+    num_divided_passes = 0
+
     def __init__(
         self,
         model: nn.Module,

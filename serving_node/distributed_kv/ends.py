@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from engine.attention.partial import TILE_KEYS
+from engine.attention.distributed import TILE_KEYS
 from engine.engine import Engine
 from kv_transfer.descriptor import holder_address_of
 from kv_transfer.distributed_kv.holder import KVHolder

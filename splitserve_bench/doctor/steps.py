@@ -61,7 +61,7 @@ class StepFigures:
 def measure(task: StepTask) -> tuple[StepFigures, Step]:
     """Measure in this process, whose cores are settled; also return what takes a step like the last ones. Raises
     ModelError or SettingsError."""
-    from engine.engine import Engine  # torch, whose threads are as many as there are cores when it is imported
+    from engine.build import build_engine  # torch, whose threads are as many as there are cores when it is imported
     from serving_core.model_files.config import read_model_config
     from splitserve_bench.engine.driver import NUM_STEPS
 
@@ -71,7 +71,9 @@ def measure(task: StepTask) -> tuple[StepFigures, Step]:
     is_of_prompts = task.kind == PROMPTS
     most_tokens = max(task.columns) + (max(task.rows) if is_of_prompts else 0) + NUM_STEPS
     num_requests = 1 if is_of_prompts else max(task.rows)
-    engine = Engine(dataclasses.replace(settings, num_kv_blocks=num_requests * layout.num_blocks_for(most_tokens)))
+    engine = build_engine(
+        dataclasses.replace(settings, num_kv_blocks=num_requests * layout.num_blocks_for(most_tokens))
+    )
     engine.warm_up()
     seconds, factors, step = (_prompts if is_of_prompts else _answers)(engine, task)
     rows = tuple(tuple(seconds[row, column] for column in task.columns) for row in task.rows)

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from engine.build import build_engine
 from engine.engine import Engine
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
@@ -27,7 +28,7 @@ def load_engine(folder: Path, settings: EngineSettings, num_kv_blocks: int = 0) 
     """Load the model of a folder with these settings. Raises ModelError, or SettingsError for the fake model."""
     if read_model_config(folder, settings.model_impl).architecture == FAKE_ARCHITECTURE:
         raise SettingsError("the fake model computes nothing that could be measured")
-    return Engine(dataclasses.replace(settings, model=str(folder), num_kv_blocks=num_kv_blocks))
+    return build_engine(dataclasses.replace(settings, model=str(folder), num_kv_blocks=num_kv_blocks))
 
 
 @contextmanager

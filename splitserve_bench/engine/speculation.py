@@ -28,6 +28,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 
 from coordinator.text.tokenizer import TokenLimit, read_tokenizer
+from engine.build import build_engine
 from engine.drafting import Drafter
 from engine.engine import Engine
 from protos import convert, fleet_pb2
@@ -113,7 +114,7 @@ def measure_speculation(
         if not engine.is_batch_invariant:
             raise SettingsError("the bits of this engine's outputs depend on the batch: there is no speculation")
         engine.warm_up()
-        drafter = None if draft is None else Drafter(Engine(draft))
+        drafter = None if draft is None else Drafter(build_engine(draft))
         plain = {batch: _Node(engine, batch) for batch in batches}
         nodes = {batch: _Node(engine, batch, num_speculative_tokens, drafter) for batch in batches}
         for kind in KINDS:

@@ -5,8 +5,8 @@ import torch
 
 from engine.attention.backends import choose_attention
 from engine.attention.paged import PortableAttention
+from engine.build import build_engine
 from engine.cache.kv_pool import PagedKVPool
-from engine.engine import Engine
 from engine.forward_batch import build_batch
 from serving_core.layout import KVLayout
 from serving_core.requests import Request, SamplingParams, Work
@@ -28,7 +28,7 @@ def tokens(engine, **options):
 def test_greedy_tokens_equal_those_of_the_cpu(tmp_path, family):
     folder = write_tiny_model(tmp_path, family, seed=3)
     engines = [
-        Engine(EngineSettings(model=str(folder), device=device, dtype="float32", num_kv_blocks=256))
+        build_engine(EngineSettings(model=str(folder), device=device, dtype="float32", num_kv_blocks=256))
         for device in ("cpu", "cuda")
     ]
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -75,7 +75,7 @@ def test_blocks_go_out_and_come_back_byte_for_byte():
 
 def test_a_seeded_request_gives_the_same_tokens_and_logprobs_again(tmp_path):
     folder = write_tiny_model(tmp_path, "llama", seed=5, dtype="bfloat16", head_dim=64)
-    engine = Engine(EngineSettings(model=str(folder), device="cuda", num_kv_blocks=256))
+    engine = build_engine(EngineSettings(model=str(folder), device="cuda", num_kv_blocks=256))
     sampling = SamplingParams(max_tokens=16, temperature=1.0, seed=11, logprobs=3)
     once = [run_all(engine, [prompt], sampling)[0] for prompt in PROMPTS[:3]]
     again = [run_all(engine, [prompt], sampling)[0] for prompt in PROMPTS[:3]]
@@ -91,7 +91,9 @@ def test_ranks_over_nccl_answer_as_one_on_the_cpu(tp_size, tmp_path):
     sampling = {"max_tokens": 24}
     case = {"settings": settings, "prompts": PROMPTS, "sampling": sampling, "chunk_tokens": 23}
     sampled, _ = run_ranks(tmp_path, tp_size, {"llama": case}, device="cuda")
-    expected = run_all(Engine(EngineSettings(device="cpu", **settings)), PROMPTS, greedy(**sampling), chunk_tokens=23)
+    expected = run_all(
+        build_engine(EngineSettings(device="cpu", **settings)), PROMPTS, greedy(**sampling), chunk_tokens=23
+    )
     assert [[token["token_id"] for token in answer] for answer in sampled["llama"]] == [
         [token.token_id for token in answer] for answer in expected
     ]
@@ -99,7 +101,7 @@ def test_ranks_over_nccl_answer_as_one_on_the_cpu(tp_size, tmp_path):
 
 def test_a_step_that_gives_no_token_has_ended_on_the_device_too(tmp_path, monkeypatch):
     """Chunks of a prompt are timed, and may be cancelled between two."""
-    engine = Engine(EngineSettings(model=str(write_tiny_model(tmp_path)), device="cuda", num_kv_blocks=64))
+    engine = build_engine(EngineSettings(model=str(write_tiny_model(tmp_path)), device="cuda", num_kv_blocks=64))
     request = Request("r", 0, [*range(3, 103)], 100, SamplingParams(max_tokens=1))
     awaited = []
     wait = torch.cuda.Stream.synchronize

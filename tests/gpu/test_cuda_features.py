@@ -8,9 +8,9 @@ from itertools import chain
 import pytest
 import torch
 
+from engine.build import build_engine
 from engine.cache.kv_pool import PagedKVPool
 from engine.cache.tier_store import TierStore
-from engine.engine import Engine
 from kv_transfer.ends.receiver import KVReceiver, Received
 from kv_transfer.ends.sender import KVSender, Sent
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
@@ -37,7 +37,7 @@ LAYOUTS = {
 
 
 def engine_of(folder, device=DEVICE, **settings):
-    return Engine(EngineSettings(model=str(folder), device=device, num_kv_blocks=128, **settings))
+    return build_engine(EngineSettings(model=str(folder), device=device, num_kv_blocks=128, **settings))
 
 
 def token_ids(answers):
@@ -185,7 +185,7 @@ def test_a_pool_takes_what_is_left_of_the_device(tmp_path):
         settings = EngineSettings(
             model=str(folder), device="cuda", gpu_memory_utilization=(before + given) / total, enforce_eager=True
         )
-        engine = Engine(settings, **options)
+        engine = build_engine(settings, **options)
         assert torch.cuda.memory_allocated() <= before + given
         return engine.kv_pool_bytes + engine.weight_bytes
 

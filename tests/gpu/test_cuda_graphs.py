@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.attention.paged import PortableAttention
+from engine.build import build_engine
 from engine.cuda_graphs import StaticDecode
-from engine.engine import Engine
 from engine.forward_batch import build_batch
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
@@ -15,6 +15,7 @@ from tests.effort import few
 from tests.gpu.devices import need_devices, need_flash_attention
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
+from tests.unit.engine.histories_kit import run_program
 from tests.unit.engine.rank_process import rank_case, run_ranks
 
 BLOCK_SIZE, NUM_BLOCKS = 256, 200
@@ -24,7 +25,7 @@ PROMPTS = [[(7 * i + length) % 250 for i in range(length)] for length in (1, 15,
 def load(folder, family="llama", **fields):
     write_tiny_model(folder, family, seed=3, dtype="bfloat16", head_dim=64)
     chosen = {"block_size": BLOCK_SIZE, "num_kv_blocks": NUM_BLOCKS, **fields}
-    return Engine(EngineSettings(model=str(folder), device="cuda", **chosen))
+    return build_engine(EngineSettings(model=str(folder), device="cuda", **chosen))
 
 
 def captured(folder, family="llama", **fields):
@@ -60,7 +61,7 @@ def test_replays_agree_with_the_modules(tmp_path, family):
     for seed, num_requests in enumerate((1, 2, 3, 7, 64, 5, 33, 100, 128, 1)):
         batch = random_decode(engine, num_requests, seed)
         expected = engine.model(batch, engine.attention)
-        replayed = engine.program.run(batch)
+        replayed = run_program(engine.program, batch)
         difference = (replayed - expected).abs().max() / expected.abs().max()
         assert float(difference) < 0.05
 
@@ -73,7 +74,7 @@ def test_a_replay_writes_to_the_slots_of_its_requests_alone(tmp_path):
     for seed, num_requests in enumerate((7, 3, 5)):
         before = [plane[:NUM_BLOCKS].clone() for plane in planes_of(engine)]
         batch = random_decode(engine, num_requests, seed)
-        engine.program.run(batch)
+        run_program(engine.program, batch)
         for plane, then in zip(planes_of(engine), before, strict=True):
             changed = (plane[:NUM_BLOCKS] != then).flatten(0, 1).flatten(1).any(1).nonzero().flatten()
             assert changed.tolist() == sorted(batch.slots.tolist())
@@ -120,7 +121,7 @@ def test_the_host_does_not_wait_before_it_reads_the_tokens(tmp_path, enforce_eag
     shares = [Share([1 + row], row, [row], samples=True) for row in range(5)]
 
     def logits():
-        return engine._logits(build_batch(shares, BLOCK_SIZE, engine.pool.device), None)
+        return engine._logits(shares, None)
 
     with torch.inference_mode():
         logits()  # first calls may wait

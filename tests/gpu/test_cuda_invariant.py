@@ -5,8 +5,8 @@ import pytest
 
 from engine.attention.tiled import TiledAttention
 from engine.attention.varlen import VarlenAttention
+from engine.build import build_engine
 from engine.cuda_graphs import StaticDecode
-from engine.engine import Engine
 from serving_core.settings import EngineSettings
 from tests.tiny_models import write_tiny_model
 from tests.unit.engine.histories_kit import check_histories, num_blocks_for
@@ -25,7 +25,7 @@ def load(folder, family, block_size, **fields):
     write_tiny_model(folder, family, seed=3, **MODELS[family])
     num_blocks = num_blocks_for(NUM_TOKENS, block_size)
     sizes = {"block_size": block_size, "num_kv_blocks": num_blocks, "max_model_len": 1024}
-    return Engine(EngineSettings(model=str(folder), device="cuda", batch_invariant=True, **sizes, **fields))
+    return build_engine(EngineSettings(model=str(folder), device="cuda", batch_invariant=True, **sizes, **fields))
 
 
 @pytest.mark.parametrize(("block_size", "enforce_eager"), [(16, False), (256, False), (256, True)])
@@ -58,7 +58,7 @@ def test_steps_are_graphs_where_varlen_attn_keeps_bits(tmp_path, family):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tiled_attention_keeps_bits_where_it_is_not_the_fastest(tmp_path, dtype, monkeypatch):
     monkeypatch.setattr(
-        "engine.engine.invariant_attentions", lambda attention, num_heads: [TiledAttention(attention.pool, num_heads)]
+        "engine.numerics.invariant_attentions", lambda attention, num_heads: [TiledAttention(attention.pool, num_heads)]
     )
     engine = load(tmp_path, "mistral", 256, dtype=dtype)
     assert engine.is_batch_invariant

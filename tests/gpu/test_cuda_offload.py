@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.offload.layers_on_host import LayersOnHost
 from engine.offload.residence import ROOM
 from serving_core.errors import SettingsError
@@ -22,7 +22,7 @@ SLACK_BYTES = 2**20  # what torch rounds up
 
 def engine_of(folder, **settings):
     chosen = {"enforce_eager": True, **settings}  # a graph computes with other kernels
-    return Engine(EngineSettings(model=str(folder), device="cuda", num_kv_blocks=64, **chosen))
+    return build_engine(EngineSettings(model=str(folder), device="cuda", num_kv_blocks=64, **chosen))
 
 
 def token_ids(engine):

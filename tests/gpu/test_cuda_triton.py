@@ -25,9 +25,9 @@ from engine.attention.triton_paged import (
     shared_bytes,
     stages_by_rows,
 )
+from engine.build import build_engine
 from engine.cache.kv_pool import PagedKVPool
 from engine.cuda_graphs import StaticDecode
-from engine.engine import Engine
 from engine.forward_batch import build_batch
 from serving_core.layout import KVLayout
 from serving_core.requests import Share
@@ -193,7 +193,9 @@ def test_prompts_are_varlen_attns_and_steps_those_of_triton():
 def test_steps_are_graphs_and_answers_those_of_the_cpu(tmp_path, kv_cache_dtype):
     folder = write_tiny_model(tmp_path, "llama", seed=3, num_hidden_layers=1)
     sizes = {"dtype": "float32", "kv_cache_dtype": kv_cache_dtype, "num_kv_blocks": 8, "max_model_len": 64}
-    on_cpu, on_cuda = (Engine(EngineSettings(model=str(folder), device=device, **sizes)) for device in ("cpu", "cuda"))
+    on_cpu, on_cuda = (
+        build_engine(EngineSettings(model=str(folder), device=device, **sizes)) for device in ("cpu", "cuda")
+    )
     assert on_cuda.attention.name == "triton"
     assert isinstance(on_cuda.program, StaticDecode), "the log says why nothing was captured"
     prompts = [list(range(start, start + 9)) for start in (3, 40)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
 
-from engine.stepper import StepClock
+from engine.engine import StepClock
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from serving_core.layout import KVLayout

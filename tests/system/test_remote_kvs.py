@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.settings import EngineSettings
 from tests.system.answers import ask, reason, refusal, request, stream
 from tests.system.oracle import Reference
@@ -27,7 +27,7 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     write_tiny_model(folder, num_key_value_heads=2, max_position_embeddings=4096)
     node = EngineSettings(model=str(folder), num_kv_blocks=1, block_size=BLOCK_SIZE, dtype=DTYPE)
-    if not Engine(node).holds_remote_kv:
+    if not build_engine(node).holds_remote_kv:
         pytest.skip(f"the kernels of this CPU promise nothing for {DTYPE}, without which nodes refuse --distributed-kv")
     return folder
 

@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.requests import SamplingParams
 from serving_core.settings import EngineSettings
 from splitserve import AsyncClient
@@ -37,7 +37,7 @@ def _questions():
 
 def _expected(model, questions):
     """By one engine in this process."""
-    engine = Engine(EngineSettings(model=str(model), device="cpu", **ENGINE))
+    engine = build_engine(EngineSettings(model=str(model), device="cpu", **ENGINE))
     if not engine.is_batch_invariant:
         pytest.skip("bits depend on the batch here, so nothing is promised")
     asked = [dict(question) for question in questions]
@@ -107,7 +107,7 @@ async def test_a_draft_model_writes_ahead_of_answers_that_move_and_begin_again(s
         {"prompt": [97 + (at * index) % 20 for at in range(10 + 30 * index)], **WAYS_OF_FAKE[index % 3], **fields}
         for index in range(DRAFTED)
     ]
-    engine = Engine(EngineSettings(model=str(write_fake_model(tmp_path / "quick")), num_kv_blocks=200))
+    engine = build_engine(EngineSettings(model=str(write_fake_model(tmp_path / "quick")), num_kv_blocks=200))
     asked = [dict(question) for question in questions]
     prompts = [question.pop("prompt") for question in asked]
     expected = run_all(engine, prompts, [SamplingParams(**question) for question in asked])

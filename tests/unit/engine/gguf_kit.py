@@ -1,6 +1,6 @@
 """Answers of models out of GGUF files, beside those of transformers."""
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.settings import EngineSettings
 from tests.toy_scheduler import greedy, run_all, token_ids
 from tests.transformers_models import greedy_answers
@@ -10,7 +10,7 @@ NUM_TOKENS = 12
 
 
 def answers(folder, **settings):
-    engine = Engine(EngineSettings(model=str(folder), num_kv_blocks=64, device="cpu", **settings))
+    engine = build_engine(EngineSettings(model=str(folder), num_kv_blocks=64, device="cpu", **settings))
     return token_ids(run_all(engine, PROMPTS, greedy(NUM_TOKENS, ignore_eos=True)))
 
 

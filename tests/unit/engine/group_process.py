@@ -13,7 +13,7 @@ import time
 import psutil
 import torch
 
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.parallel import MOST_EXCHANGED_BYTES, join
 from serving_core.errors import RankLost, SettingsError
 from serving_core.requests import Request, Work
@@ -112,7 +112,7 @@ def agree(one, other, *, exactly):
 def wrong_block(folder):
     """The fake model's tokens before and after one head of one token changes on the last rank."""
     group = joined(TIMEOUT_S)
-    engine = Engine(EngineSettings(model=folder, device="cpu", block_size=4, num_kv_blocks=8), group)
+    engine = build_engine(EngineSettings(model=folder, device="cpu", block_size=4, num_kv_blocks=8), group)
     request = Request("r", 0, [50] * 9, 9, greedy(1))
     tokens = []
     for work in (Work(request, 0, 9, BLOCKS), Work(request, 8, 1, BLOCKS)):
@@ -130,7 +130,7 @@ def unlike_ranks(folder):
     """What an engine says whose ranks were given unlike settings."""
     group = joined(TIMEOUT_S)
     try:
-        Engine(EngineSettings(model=folder, device="cpu", sequence_parallel_min_tokens=10 + group.rank), group)
+        build_engine(EngineSettings(model=folder, device="cpu", sequence_parallel_min_tokens=10 + group.rank), group)
     except SettingsError as error:
         return str(error)
     finally:
@@ -142,7 +142,7 @@ def unlike_models(folder):
     """What ranks say whose machines have other weights of the same shape."""
     group = joined(TIMEOUT_S)
     try:
-        Engine(EngineSettings(model=f"{folder}/{group.rank}", device="cpu"), group)
+        build_engine(EngineSettings(model=f"{folder}/{group.rank}", device="cpu"), group)
     except SettingsError as error:
         return str(error)
     finally:

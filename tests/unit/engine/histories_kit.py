@@ -50,10 +50,15 @@ class Stepping:
         return self._share
 
 
+def run_program(program, batch):
+    """Return the logits that a decode program computes of a batch that it takes."""
+    return program.run(batch, program.plan(batch), lambda: None).rows
+
+
 def logits_of(engine, batch):
     """Return the logits of a batch as a step computes them: by the program if it takes the batch, or by the modules."""
-    if engine.program is not None and engine.program.matches(batch):
-        return engine.program.run(batch)
+    if engine.program is not None and engine.program.plan(batch) is not None:
+        return run_program(engine.program, batch)
     return engine.model(batch, engine.attention)
 
 

@@ -7,7 +7,7 @@ most, beyond what it took before and the KV blocks.
 import sys
 from pathlib import Path
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.settings import EngineSettings
 
 NUM_KV_BLOCKS = 64
@@ -22,7 +22,7 @@ def resident_bytes(name):
 
 if __name__ == "__main__":
     before = resident_bytes("VmRSS")
-    engine = Engine(EngineSettings(model=sys.argv[1], dtype=sys.argv[2], num_kv_blocks=NUM_KV_BLOCKS))
+    engine = build_engine(EngineSettings(model=sys.argv[1], dtype=sys.argv[2], num_kv_blocks=NUM_KV_BLOCKS))
     engine.warm_up()
     grown = resident_bytes("VmHWM") - before
     sys.stdout.write(f"{grown - NUM_KV_BLOCKS * engine.layout.block_bytes}\n")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.parallel import choose_device, join
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
@@ -103,7 +103,7 @@ def follow(engine):
 
 def serve(case, device, group):
     """What rank 0 sampled, and what this rank says of itself."""
-    engine = Engine(EngineSettings(device=device, **case["settings"]), group)
+    engine = build_engine(EngineSettings(device=device, **case["settings"]), group)
     engine.warm_up()
     sampled = None
     if group.rank == 0:

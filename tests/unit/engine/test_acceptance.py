@@ -8,7 +8,7 @@ import torch
 
 from coordinator.text.constraints import to_grammar
 from coordinator.text.structures import WHITESPACE
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.native.decode import NativeDecode
 from serving_core.requests import Request, SampledToken, SamplingParams, Work, finish_reason, would_end
 from serving_core.settings import EngineSettings
@@ -142,7 +142,7 @@ def test_draft_tokens_change_nothing_but_the_number_of_steps(kind, folders):
     model, adapter = folders
     num_blocks = 2 * len(SAMPLINGS) * BLOCKS_OF_ONE
     fields = {"block_size": BLOCK_SIZE, "num_kv_blocks": num_blocks, "lora": (f"sql={adapter}",), "device": "cpu"}
-    engine = Engine(EngineSettings(model=str(model), **fields, **KINDS[kind]))
+    engine = build_engine(EngineSettings(model=str(model), **fields, **KINDS[kind]))
     if not engine.is_batch_invariant:
         pytest.skip("bits depend on the batch here, so nothing is promised")
     expected, num_steps = answers(engine, requests_of(engine), lambda request, most: ())
@@ -158,7 +158,7 @@ def test_steps_that_are_built_ahead_change_nothing(kind, folders):
     model, adapter = folders
     num_blocks = 2 * len(SAMPLINGS) * BLOCKS_OF_ONE
     fields = {"block_size": BLOCK_SIZE, "num_kv_blocks": num_blocks, "lora": (f"sql={adapter}",), "device": "cpu"}
-    engine = Engine(EngineSettings(model=str(model), **fields, **KINDS[kind]))
+    engine = build_engine(EngineSettings(model=str(model), **fields, **KINDS[kind]))
     for only in ("", "sql"):  # of the model alone there is a program
 
         def wanted(only=only):
@@ -173,7 +173,7 @@ def test_steps_that_are_built_ahead_change_nothing(kind, folders):
 def test_steps_with_draft_tokens_run_as_one_program(folders, monkeypatch):
     """Of the model alone, to the bit what modules give; and their keys and values too."""
     fields = {"block_size": BLOCK_SIZE, "num_kv_blocks": 60, "dtype": "bfloat16", "device": "cpu"}
-    engine = Engine(EngineSettings(model=str(folders[0]), **fields))
+    engine = build_engine(EngineSettings(model=str(folders[0]), **fields))
     if not isinstance(engine.program, NativeDecode):
         pytest.skip("there is no native program here")
     runs = []

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.native.decode import NativeDecode
 from engine.native.library import ENVIRONMENT, OFF
 from engine.native.linear import VARIANTS as DENSE_VARIANTS
@@ -72,7 +72,7 @@ def folder_of(tmp_path_factory):
 
 def load(folder, **settings):
     sizes = {"block_size": BLOCK_SIZE, "num_kv_blocks": num_blocks_for(NUM_TOKENS, BLOCK_SIZE)}
-    return Engine(EngineSettings(model=str(folder), **{**sizes, **settings}))
+    return build_engine(EngineSettings(model=str(folder), **{**sizes, **settings}))
 
 
 def check(engine, seeds):

@@ -9,9 +9,8 @@ import torch
 
 from engine.attention.paged import PortableAttention
 from engine.attention.tiled import TiledAttention
+from engine.build import build_engine, num_scratch_blocks
 from engine.cuda_graphs import SIZES, CannotCapture, StaticDecode, checked_decode, sizes_for
-from engine.decode_program import num_scratch_blocks
-from engine.engine import Engine
 from engine.forward_batch import build_batch
 from engine.parallel import alone
 from serving_core.errors import RankLost
@@ -19,6 +18,7 @@ from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
 from tests.toy_scheduler import greedy, run_all
+from tests.unit.engine.histories_kit import run_program
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 40, 60
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def load(written):
 
 def load_from(folder, **fields):
     settings = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_kv_blocks": NUM_BLOCKS + 1, **fields}
-    engine = Engine(EngineSettings(model=str(folder), device="cpu", max_model_len=MAX_MODEL_LEN, **settings))
+    engine = build_engine(EngineSettings(model=str(folder), device="cpu", max_model_len=MAX_MODEL_LEN, **settings))
     engine.program, engine.attention = None, portable(engine)
     return engine
 
@@ -105,8 +105,8 @@ def check(engine, attention, program, shares, seed, tolerance):
     expected = engine.model(batch, attention)
     expected_blocks = requests_blocks(engine)
     fill_pool(engine, seed)
-    assert program.matches(batch)
-    torch.testing.assert_close(program.run(batch), expected, rtol=tolerance, atol=tolerance)
+    assert program.plan(batch) is not None
+    torch.testing.assert_close(run_program(program, batch), expected, rtol=tolerance, atol=tolerance)
     for ours, theirs in zip(requests_blocks(engine), expected_blocks, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
@@ -137,7 +137,7 @@ def test_a_step_writes_one_token_of_each_request_and_nothing_else(load):
         before = requests_blocks(engine)
         batch = batch_of(random_shares(num_requests, num_requests))
         with torch.inference_mode():
-            program.run(batch)
+            run_program(program, batch)
         for now, then in zip(requests_blocks(engine), before, strict=True):
             changed = (now != then).flatten(0, 1).flatten(1).any(1).nonzero().flatten()
             assert changed.tolist() == sorted(batch.slots.tolist())
@@ -164,7 +164,7 @@ def test_a_capture_is_told_the_largest_size_first_and_fixed_addresses(load):
     assert {tuple(rest) for _, *rest in captured} == {(1, MAX_MODEL_LEN, *captured[0][3:])}
     del seen[:]
     with torch.inference_mode():
-        program.run(batch_of(random_shares(3, seed=1)))
+        run_program(program, batch_of(random_shares(3, seed=1)))
     assert seen == [each for each in captured if each[0] == 4]
 
 
@@ -181,12 +181,12 @@ def test_other_batches_are_left_to_the_modules(load):
     one, chunk = Share([5], 3, [0], samples=True), Share([5, 6], 3, [1, 2], samples=True)
     silent = Share([5], 3, [1], samples=False)
     largest = program.sizes[-1]
-    assert program.matches(batch_of([one]))
-    assert program.matches(batch_of([one] * largest))
+    assert program.plan(batch_of([one])) is not None
+    assert program.plan(batch_of([one] * largest)) is not None
     for shares in ([one] * (largest + 1), [chunk], [one, chunk], [one, silent], [chunk, silent]):
-        assert not program.matches(batch_of(shares))
+        assert program.plan(batch_of(shares)) is None
     long = batch_of([Share([5], MAX_MODEL_LEN, range(MAX_MODEL_LEN // BLOCK_SIZE + 1), samples=True)])
-    assert not program.matches(long)
+    assert program.plan(long) is None
 
 
 def test_answers_are_those_of_the_modules(load):

@@ -5,8 +5,8 @@ logprobs to the bit, whether it writes what comes or not.
 import pytest
 
 from decode_node.speculation import DraftModel
+from engine.build import build_engine
 from engine.drafting import Drafter
-from engine.engine import Engine
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core.node.blocks import BlockAllocator
 from serving_core.node.costs import StepCosts, StepRates
@@ -64,7 +64,9 @@ def read(engine, prompts, samplings, *, num_blocks, drafter=None):
 
 def test_what_is_written_ahead_is_what_the_model_would_say(tmp_path):
     """Chunk by chunk or at once, one answer or several, beside one that only reads."""
-    engine = Engine(EngineSettings(model=str(write_fake_model(tmp_path)), block_size=BLOCK_SIZE, num_kv_blocks=60))
+    engine = build_engine(
+        EngineSettings(model=str(write_fake_model(tmp_path)), block_size=BLOCK_SIZE, num_kv_blocks=60)
+    )
     drafter = Drafter(engine)
     assert drafter.measure_step_s() > 0
     texts = [list(range(97, 97 + num)) for num in (1, 2, 11)]
@@ -83,7 +85,7 @@ def test_what_is_written_ahead_is_what_the_model_would_say(tmp_path):
 @pytest.fixture(scope="module")
 def engine(written):
     folder = written(write_tiny_model, dtype="bfloat16")
-    engine = Engine(EngineSettings(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=400))
+    engine = build_engine(EngineSettings(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=400))
     if not engine.is_batch_invariant:
         pytest.skip("bits depend on the batch here, so there are no draft tokens")
     return engine
@@ -108,7 +110,7 @@ def test_tokens_are_those_without(engine, expected, written, draft, num_blocks):
     """Greedy, sampled, penalised and structured."""
     layers = {} if draft == "itself" else {"num_hidden_layers": 1}
     folder = written(write_tiny_model, dtype="bfloat16", **layers)
-    drafter = Drafter(Engine(EngineSettings(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=200)))
+    drafter = Drafter(build_engine(EngineSettings(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=200)))
     given, logic = read(engine, PROMPTS, SAMPLING_PARAMS, num_blocks=num_blocks, drafter=drafter)
     assert given == expected
     load = inference_pb2.NodeLoad()

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.model.experts import MixtureOfExperts
 from engine.model.residual import Residual
 from engine.native.library import ENVIRONMENT, OFF
@@ -62,7 +62,9 @@ def folder_of(written):
 
 
 def load(folder, **fields):
-    return Engine(EngineSettings(**{"model": str(folder), "num_kv_blocks": 64, "block_size": BLOCK_SIZE, **fields}))
+    return build_engine(
+        EngineSettings(**{"model": str(folder), "num_kv_blocks": 64, "block_size": BLOCK_SIZE, **fields})
+    )
 
 
 def mixtures(engine):

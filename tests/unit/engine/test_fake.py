@@ -3,7 +3,8 @@ import time
 
 import pytest
 
-from engine.engine import WARM_UP_TOKENS, Engine
+from engine.build import build_engine
+from engine.engine import WARM_UP_TOKENS
 from serving_core.errors import ModelError, SettingsError
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
@@ -13,7 +14,7 @@ from tests.toy_scheduler import greedy, run_all
 
 def fake_engine(folder, block_size=4, **model):
     write_fake_model(folder, **model)
-    return Engine(EngineSettings(model=str(folder), block_size=block_size, num_kv_blocks=64))
+    return build_engine(EngineSettings(model=str(folder), block_size=block_size, num_kv_blocks=64))
 
 
 def answer_on_paper(prompt, num_tokens):
@@ -98,13 +99,13 @@ def test_warm_up_measures_prompts(tmp_path, monkeypatch):
 def test_refusals(tmp_path):
     write_fake_model(tmp_path)
     with pytest.raises(SettingsError, match="counts in float32"):
-        Engine(EngineSettings(model=str(tmp_path), dtype="bfloat16", num_kv_blocks=4))
+        build_engine(EngineSettings(model=str(tmp_path), dtype="bfloat16", num_kv_blocks=4))
     with pytest.raises(SettingsError, match="--kv-cache-dtype int8: the fake model counts in float32"):
-        Engine(EngineSettings(model=str(tmp_path), kv_cache_dtype="int8", num_kv_blocks=4))
+        build_engine(EngineSettings(model=str(tmp_path), kv_cache_dtype="int8", num_kv_blocks=4))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**25}))
     with pytest.raises(ModelError, match=f"at most {2**24}"):
-        Engine(EngineSettings(model=str(tmp_path), num_kv_blocks=4))
+        build_engine(EngineSettings(model=str(tmp_path), num_kv_blocks=4))
     (tmp_path / "config.json").write_text(json.dumps({**config, "step_s": -1}))
     with pytest.raises(ModelError, match="step_s"):
-        Engine(EngineSettings(model=str(tmp_path), num_kv_blocks=4))
+        build_engine(EngineSettings(model=str(tmp_path), num_kv_blocks=4))

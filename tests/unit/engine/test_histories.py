@@ -5,11 +5,11 @@ import logging
 import pytest
 import torch
 
-import engine.engine
+import engine.numerics
 from engine.attention.tiled import TiledAttention
-from engine.engine import Engine
-from engine.histories import BESIDE_OTHERS, IN_PARTS, differing_histories
+from engine.build import build_engine
 from engine.native.library import ENVIRONMENT, OFF
+from engine.numerics import BESIDE_OTHERS, IN_PARTS, differing_histories
 from serving_core.settings import EngineSettings
 from tests.effort import few
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
@@ -36,7 +36,7 @@ def loaded(folder):
 
 def load(folder, **fields):
     fields = {"num_kv_blocks": 64, "block_size": 16, "batch_invariant": True, **fields}
-    return Engine(EngineSettings(model=str(folder), device="cpu", dtype="float32", **fields))
+    return build_engine(EngineSettings(model=str(folder), device="cpu", dtype="float32", **fields))
 
 
 def differing(engine, attention):
@@ -100,8 +100,8 @@ def test_the_first_backend_that_keeps_bits_is_taken_and_a_line_names_what_others
         yield nudged_steps(attention, num_heads)
         yield TiledAttention(attention.pool, num_heads)
 
-    monkeypatch.setattr(engine.engine, "invariant_attentions", backends)
-    with caplog.at_level(logging.WARNING, logger="engine.engine"):
+    monkeypatch.setattr(engine.numerics, "invariant_attentions", backends)
+    with caplog.at_level(logging.WARNING, logger="engine.numerics"):
         kept = load(folder)
     assert type(kept.attention) is TiledAttention
     assert kept.numerics_facts["history_free"] == "yes"
@@ -109,7 +109,7 @@ def test_the_first_backend_that_keeps_bits_is_taken_and_a_line_names_what_others
 
 
 def test_where_none_keeps_bits_none_are_promised(folder, loaded, monkeypatch):
-    monkeypatch.setattr(engine.engine, "invariant_attentions", lambda *given: [nudged_steps(*given)])
+    monkeypatch.setattr(engine.numerics, "invariant_attentions", lambda *given: [nudged_steps(*given)])
     nudged = load(folder)
     assert not nudged.is_batch_invariant
     assert nudged.numerics_facts["history_free"] == "no"
@@ -130,5 +130,5 @@ def test_all_that_a_step_makes_is_made_on_the_device_of_the_pool(folder):
     """Else it would be on the default device, here one that computes nothing."""
     engine = load(folder)
     with torch.device("meta"):
-        engine.model.make_invariant(torch.float32, engine.pool.device)
+        engine.model.make_batch_invariant(torch.float32, engine.pool.device)
         assert differing(engine, TiledAttention(engine.pool, engine.config.num_heads)) == []

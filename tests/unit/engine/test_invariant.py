@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.native.library import ENVIRONMENT, OFF
 from engine.native.linear import dense_library
 from engine.ops.tiled import TILE_ROWS, agreeing_sizes, in_tiles, telling_rows
@@ -62,7 +62,9 @@ def answer(engine, num_neighbours, seed=0):
 
 def load(folder, group=None, **settings):
     num_blocks = BLOCKS_OF_ONE * (1 + MOST_NEIGHBOURS)
-    return Engine(EngineSettings(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=num_blocks, **settings), group)
+    return build_engine(
+        EngineSettings(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=num_blocks, **settings), group
+    )
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -79,7 +79,7 @@ def test_where_another_stage_has_the_head_the_vectors_are_the_same(bits):
     )
     ids = torch.arange(100)
     assert torch.equal(first_stage(ids), whole_model(ids))
-    assert first_stage.is_invariant
+    assert first_stage.is_batch_invariant
     assert first_stage.num_bytes <= 100 * 48 * 2, "nothing is packed for logits"
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.requests import Request, Work
 from serving_core.settings import EngineSettings
 from tests.effort import few
@@ -59,7 +59,7 @@ def test_greedy_tokens_equal_transformers(name, tmp_path, monkeypatch):
     found = {}
     for is_native in (True, False):
         choose_native(monkeypatch, is_native)
-        engine = Engine(EngineSettings(model=str(folder), block_size=16, num_kv_blocks=64))
+        engine = build_engine(EngineSettings(model=str(folder), block_size=16, num_kv_blocks=64))
         joins_at = [0, 4, 0, 9, 2, 0, 1, 3]
         sampled = run_all(engine, prompts, greedy(NUM_NEW_TOKENS), chunk_tokens=23, joins_at=joins_at)
         found[is_native] = token_ids(sampled)
@@ -79,7 +79,7 @@ def test_chunks_and_blocks_do_not_change_the_answer(block_size, chunk_tokens, wr
     folder = written(write_tiny_model, "mistral", sliding_window=21)
     prompts = random_prompts([5, 70, 129])
     settings = EngineSettings(model=str(folder), block_size=block_size, kv_cache_memory_bytes=2**20)
-    found = token_ids(run_all(Engine(settings), prompts, greedy(NUM_NEW_TOKENS), chunk_tokens=chunk_tokens))
+    found = token_ids(run_all(build_engine(settings), prompts, greedy(NUM_NEW_TOKENS), chunk_tokens=chunk_tokens))
     assert found == greedy_answers(transformers_model(folder), prompts, NUM_NEW_TOKENS, found)
 
 
@@ -101,7 +101,7 @@ def test_bfloat16_logprobs_are_as_close_to_the_truth_as_those_of_transformers(fa
         )
     for is_native in (True, False):
         choose_native(monkeypatch, is_native)
-        engine = Engine(EngineSettings(model=str(folder), num_kv_blocks=16))
+        engine = build_engine(EngineSettings(model=str(folder), num_kv_blocks=16))
         ((token,),) = run_all(engine, [prompt], greedy(1, logprobs=VOCAB_SIZE), chunk_tokens=40)
         ours = torch.tensor([logprob for _, logprob in sorted(token.top_logprobs)])
         our_error, their_error = ((logprobs - truth).square().mean().sqrt() for logprobs in (ours, rounded))
@@ -118,7 +118,7 @@ def test_native_logits_are_those_of_torch(family, dtype, tolerance, written, mon
     answers = []
     for is_native in (True, False):
         choose_native(monkeypatch, is_native)
-        engine = Engine(EngineSettings(model=str(folder), device="cpu", num_kv_blocks=64))
+        engine = build_engine(EngineSettings(model=str(folder), device="cpu", num_kv_blocks=64))
         sampled = run_all(engine, prompts, greedy(1, logprobs=VOCAB_SIZE), chunk_tokens=17)
         answers.append([dict(token.top_logprobs) for (token,) in sampled])
     for native, portable in zip(*answers, strict=True):
@@ -127,7 +127,7 @@ def test_native_logits_are_those_of_torch(family, dtype, tolerance, written, mon
 
 def test_a_step_tells_how_many_layers_are_in_the_pool(tmp_path):
     folder = write_tiny_model(tmp_path, "llama", num_hidden_layers=18)
-    engine = Engine(EngineSettings(model=str(folder), device="cpu", num_kv_blocks=4))
+    engine = build_engine(EngineSettings(model=str(folder), device="cpu", num_kv_blocks=4))
     request = Request("r", 0, [1, 2, 3], 3, greedy(1))
     reports = []
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.native.library import ENVIRONMENT, OFF
 from engine.native.linear import best_variant
 from serving_core.errors import ModelError
@@ -73,7 +73,7 @@ def expected_of(folders):
 
 def load(folders, **settings):
     models, lora = folders
-    return Engine(EngineSettings(model=str(models[""]), lora=lora, **{"num_kv_blocks": 200, **settings}))
+    return build_engine(EngineSettings(model=str(models[""]), lora=lora, **{"num_kv_blocks": 200, **settings}))
 
 
 @pytest.mark.parametrize("is_native", [True, False])

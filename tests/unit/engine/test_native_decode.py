@@ -9,13 +9,14 @@ import sys
 import pytest
 import torch
 
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.forward_batch import build_batch
 from engine.native.decode import MOST_ROWS, NativeDecode
 from engine.native.library import ENVIRONMENT, OFF
 from engine.native.linear import best_variant
 from engine.native.ops_library import best_variant as best_ops
 from engine.native.program import NativeProgram
+from engine.ops.base import Norm
 from engine.ops.native import NativeOps
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
@@ -23,6 +24,7 @@ from tests.effort import effort
 from tests.tiny_models import VOCAB_SIZE
 from tests.toy_scheduler import greedy, run_all
 from tests.transformers_models import DESCRIBED, MIXTURES, write_any_model
+from tests.unit.engine.histories_kit import run_program
 
 MODELS = {
     "llama": ("llama", {}),
@@ -57,7 +59,7 @@ def folder_of(written):
 
 def engine_of(folder, quantization="none", **fields):
     chosen = {"dtype": "bfloat16", "block_size": BLOCK_SIZE, "num_kv_blocks": NUM_BLOCKS, **fields}
-    return Engine(EngineSettings(model=str(folder), quantization=quantization, **chosen))
+    return build_engine(EngineSettings(model=str(folder), quantization=quantization, **chosen))
 
 
 def random_decode(engine, batch_size, seed, most_tokens=300, most_draft_tokens=0):
@@ -100,10 +102,9 @@ def check_equal(engine, batch, counts=(1, 3)):
     for num_threads in counts:
         restore(engine, before)
         torch.set_num_threads(num_threads)
-        assert engine.program.matches(batch)
-        torch.testing.assert_close(engine.program.run(batch), expected, rtol=0, atol=0)
+        logits, (highest, tokens) = engine.program.run(batch, engine.program.plan(batch), lambda: None)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=0)
         assert all(map(torch.equal, pool_of(engine), expected_pool))
-        highest, tokens = engine.program.likeliest(len(expected))
         assert torch.equal(highest, expected.amax(-1).float())
         assert torch.equal(tokens, expected.argmax(-1))
 
@@ -151,11 +152,11 @@ def test_a_request_has_the_same_bits_alone_and_in_a_batch(folder_of):
     batch = random_decode(engine, 20, seed=7)
     torch.set_num_threads(3)
     with torch.inference_mode():
-        together = engine.program.run(batch).clone()
+        together = run_program(engine.program, batch).clone()
         for row in range(20):
             length = int(batch.kv_lengths[row])
             share = Share([int(batch.token_ids[row])], length - 1, batch.block_tables[row].tolist(), samples=True)
-            alone = engine.program.run(build_batch([share], BLOCK_SIZE, torch.device("cpu")))
+            alone = run_program(engine.program, build_batch([share], BLOCK_SIZE, torch.device("cpu")))
             assert torch.equal(alone[0], together[row])
 
 
@@ -173,10 +174,10 @@ def test_other_batches_are_left_to_the_modules(folder_of):
     device = torch.device("cpu")
     one = Share([5], 3, [0], samples=True)
     chunk, silent = Share([5, 6], 3, [1], samples=True), Share([5], 3, [1], samples=False)
-    assert engine.program.matches(build_batch([one], BLOCK_SIZE, device))
-    assert engine.program.matches(build_batch([one] * MOST_ROWS, BLOCK_SIZE, device))
+    assert engine.program.plan(build_batch([one], BLOCK_SIZE, device)) is not None
+    assert engine.program.plan(build_batch([one] * MOST_ROWS, BLOCK_SIZE, device)) is not None
     for shares in ([one] * (MOST_ROWS + 1), [chunk], [one, chunk], [one, silent]):
-        assert not engine.program.matches(build_batch(shares, BLOCK_SIZE, device))
+        assert engine.program.plan(build_batch(shares, BLOCK_SIZE, device)) is None
 
 
 @pytest.mark.parametrize("fields", [{"dtype": "float16"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}])
@@ -198,14 +199,14 @@ def test_a_slot_outside_the_pool_is_refused_and_nothing_written(folder_of):
     batch.slots[2] = engine.num_blocks * BLOCK_SIZE
     before = pool_of(engine)
     with torch.inference_mode(), pytest.raises(IndexError, match="outside the 350 blocks"):
-        engine.program.run(batch)
+        run_program(engine.program, batch)
     assert all(map(torch.equal, pool_of(engine), before))
 
 
 def test_a_full_program_is_refused():
     program, rows = NativeProgram(0, 4), torch.ones(4, 8)
     with pytest.raises(ValueError, match="the program is full"):
-        NativeOps(best_ops()).record_norm(program, rows, torch.ones(8), 1e-5, None, torch.empty(4, 8))
+        NativeOps(best_ops()).record_norm(program, rows, Norm(torch.ones(8), 1e-5), torch.empty(4, 8))
 
 
 CROWD = """

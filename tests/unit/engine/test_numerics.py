@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.native.library import native_library
 from engine.native.linear import best_variant
 from engine.numerics import numerics_facts
@@ -22,7 +22,7 @@ def folder(written):
 
 
 def load(folder, **fields):
-    return Engine(EngineSettings(model=str(folder), num_kv_blocks=64, block_size=8, dtype="bfloat16", **fields))
+    return build_engine(EngineSettings(model=str(folder), num_kv_blocks=64, block_size=8, dtype="bfloat16", **fields))
 
 
 def blocks(engine, prompts, max_tokens=20):

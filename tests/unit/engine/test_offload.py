@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.native.linear import best_variant
 from engine.offload import layers_on_disk
 from engine.offload.layers_on_disk import PIECE_BYTES, LayerFile, LayerMemory, WeightsLost, folder_on_disk
@@ -132,7 +132,7 @@ def folder(written):
 
 
 def engine_of(folder, **settings):
-    return Engine(EngineSettings(model=str(folder), num_kv_blocks=64, device="cpu", **settings))
+    return build_engine(EngineSettings(model=str(folder), num_kv_blocks=64, device="cpu", **settings))
 
 
 def answers(engine):

@@ -4,7 +4,7 @@ test_offload_streams.py has the order of copies, tests/gpu the same on a device.
 import pytest
 import torch
 
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.model.layers import Layer
 from engine.offload import layers_on_host
 from engine.offload.layers_on_host import PIECE_BYTES, HostStore, LayersOnHost
@@ -21,7 +21,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6}
 
 
 def engine_of(folder, **settings):
-    return Engine(EngineSettings(model=str(folder), num_kv_blocks=32, device="cpu", **settings))
+    return build_engine(EngineSettings(model=str(folder), num_kv_blocks=32, device="cpu", **settings))
 
 
 def answers(engine):
@@ -33,7 +33,7 @@ def as_on_a_device(monkeypatch):
     """Weights as they are on devices, which nothing packs; layers beyond a limit go to host memory."""
     monkeypatch.setattr("engine.model.layers._packed", lambda weight, bias=None: None)
     monkeypatch.setattr("engine.quantization.quantized_linear.best_variant", lambda: None)
-    monkeypatch.setattr("engine.engine.choose_store", lambda settings, device: HostStore(device))
+    monkeypatch.setattr("engine.build.choose_store", lambda settings, device: HostStore(device))
 
 
 def tensors_of(modules):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.errors import ModelError, SettingsError
 from serving_core.requests import LAST, MEAN, Pooling, Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
@@ -20,7 +20,7 @@ NO_ANSWER = SamplingParams(max_tokens=0)
 
 
 def engine_of(folder, **settings):
-    return Engine(EngineSettings(model=str(folder), dtype="float32", block_size=4, num_kv_blocks=64, **settings))
+    return build_engine(EngineSettings(model=str(folder), dtype="float32", block_size=4, num_kv_blocks=64, **settings))
 
 
 def embedded(engine, texts, pooling, chunk_tokens=100, runs=1, adapter=""):

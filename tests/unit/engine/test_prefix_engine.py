@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.node.blocks import BlockAllocator
 from serving_core.settings import EngineSettings
 from tests.tiny_models import write_fake_model, write_tiny_model
@@ -17,8 +17,8 @@ SAMPLING = greedy(12, ignore_eos=True)
 @pytest.mark.parametrize("chunk_tokens", [7, 1000])
 def test_answers_are_the_same_with_and_without_reuse(write_model, chunk_tokens, written):
     settings = EngineSettings(model=str(written(write_model)), block_size=4, num_kv_blocks=128)
-    expected = token_ids(run_all(Engine(settings), PROMPTS, SAMPLING))
-    engine, allocator = CountingEngine(Engine(settings)), BlockAllocator(128)
+    expected = token_ids(run_all(build_engine(settings), PROMPTS, SAMPLING))
+    engine, allocator = CountingEngine(build_engine(settings)), BlockAllocator(128)
     for _ in range(2):  # the second time on what the first has left, answers too
         options = {"chunk_tokens": chunk_tokens, "joins_at": [0, 9, 9, 11, 3], "allocator": allocator}
         assert token_ids(run_all(engine, PROMPTS, SAMPLING, **options)) == expected

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.attention.distributed import PART_ROWS, DistributedAttention
+from engine.attention.distributed import PART_ROWS, TILE_KEYS, DistributedAttention, PartialAttention
 from engine.attention.native import NativeAttention
-from engine.attention.partial import TILE_KEYS, PartialAttention
+from engine.build import build_engine
 from engine.cache.kv_pool import PagedKVPool
-from engine.engine import Engine
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
 from tests.tiny_models import write_tiny_model
@@ -125,7 +124,9 @@ class LostRemoteKV:
 
 
 def _engine(folder, dtype="float32"):
-    return Engine(EngineSettings(model=str(folder), num_kv_blocks=160, block_size=8, max_model_len=1200, dtype=dtype))
+    return build_engine(
+        EngineSettings(model=str(folder), num_kv_blocks=160, block_size=8, max_model_len=1200, dtype=dtype)
+    )
 
 
 def _request(name, length):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
@@ -15,7 +15,7 @@ PROMPTS = [[5, 80, 11, 250, 7, 7, 42, 200, 9], [3, 100]]
 
 
 def engine_of(folder):
-    return Engine(EngineSettings(model=str(folder), dtype="float32", block_size=4, num_kv_blocks=64))
+    return build_engine(EngineSettings(model=str(folder), dtype="float32", block_size=4, num_kv_blocks=64))
 
 
 def scored(engine, prompts, num_top, chunk_tokens):

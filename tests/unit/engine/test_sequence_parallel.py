@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.forward_batch import build_batch
 from engine.model.residual import residual_of
 from engine.native.linear import best_variant
@@ -159,4 +159,4 @@ def test_models_that_are_not_divided_refuse_it(kind, tmp_path):
         "other": "transformers computes Starcoder2ForCausalLM, with",
     }
     with pytest.raises(SettingsError, match=f"^{FLAG}: {computed[kind]}"):
-        Engine(EngineSettings(model=str(write(tmp_path)), num_kv_blocks=64, sequence_parallel_min_tokens=9))
+        build_engine(EngineSettings(model=str(write(tmp_path)), num_kv_blocks=64, sequence_parallel_min_tokens=9))

@@ -1,6 +1,6 @@
 """Parts of steps, by a clock that is told what time it is."""
 
-from engine.stepper import BETWEEN, BUILD, COMPUTE, DRAFT, IDLE, PARTS, PLAN, StepClock
+from engine.engine import BETWEEN, BUILD, COMPUTE, DRAFT, IDLE, PARTS, PLAN, StepClock
 
 
 def test_parts_sum_up_to_the_time_from_the_start_to_the_last_lap():

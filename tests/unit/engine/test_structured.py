@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.text.constraints import to_grammar
 from coordinator.text.structures import WHITESPACE
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.requests import FinishReason, Request, SamplingParams, Work, finish_reason
 from serving_core.settings import EngineSettings
 from tests.schemas import SCHEMAS, check, many_schemas
@@ -23,7 +23,9 @@ TAKEN_OVER_EVERY = 7  # tokens: by a node that knows the grammar and the tokens 
 @pytest.fixture(scope="module")
 def engine(written):
     folder = written(write_tiny_model, num_hidden_layers=1)
-    return Engine(EngineSettings(model=str(folder), num_kv_blocks=BATCH * BLOCKS, block_size=BLOCK_SIZE, device="cpu"))
+    return build_engine(
+        EngineSettings(model=str(folder), num_kv_blocks=BATCH * BLOCKS, block_size=BLOCK_SIZE, device="cpu")
+    )
 
 
 def answers(engine, schemas, **sampling):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.native.library import ENVIRONMENT, OFF, native_library
 from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
@@ -96,7 +96,7 @@ def test_answers_and_probabilities_are_those_of_transformers(name, models, ranks
 
 def test_bfloat16_is_as_close_to_the_truth_as_on_one_rank(models, ranks):
     folder = models["bfloat16"]
-    alone = run_all(Engine(EngineSettings(**case(folder)["settings"])), PROMPTS, greedy(1, logprobs=300))
+    alone = run_all(build_engine(EngineSettings(**case(folder)["settings"])), PROMPTS, greedy(1, logprobs=300))
     divided = ranks[0]["bfloat16"]
     model = transformers_model(folder)
     with torch.inference_mode():
@@ -111,7 +111,7 @@ def test_bfloat16_is_as_close_to_the_truth_as_on_one_rank(models, ranks):
 
 def test_a_quantized_cache_has_the_scales_of_one_rank(models, ranks):
     settings = EngineSettings(**case(models["gqa-3-of-9"], kv_cache_dtype="int8")["settings"])
-    alone = run_all(Engine(settings), PROMPTS, greedy(NUM_NEW_TOKENS, ignore_eos=True), chunk_tokens=23)
+    alone = run_all(build_engine(settings), PROMPTS, greedy(NUM_NEW_TOKENS, ignore_eos=True), chunk_tokens=23)
     assert token_ids(ranks[0]["int8"]) == [[token.token_id for token in answer] for answer in alone]
 
 
@@ -123,7 +123,7 @@ def test_the_fake_model_answers_as_on_paper(ranks):
 def test_ranks_agree_on_the_model_and_the_number_of_blocks(tp_size, models, ranks):
     facts = ranks[1]
     for name in ("gqa-3-of-9", "fake", "memory"):
-        alone = Engine(EngineSettings(**case(models["fake" if name == "fake" else "gqa-3-of-9"])["settings"]))
+        alone = build_engine(EngineSettings(**case(models["fake" if name == "fake" else "gqa-3-of-9"])["settings"]))
         of_ranks = [rank[name] for rank in facts]
         assert len({rank["num_blocks"] for rank in of_ranks}) == 1
         assert all(rank["description"]["tp_size"] == str(tp_size) for rank in of_ranks)
@@ -142,7 +142,7 @@ def test_the_memory_for_kv_is_that_of_each_rank(tp_size, ranks):
 
 def test_ranks_hold_their_part_of_the_weights(tp_size, models, ranks):
     settings = EngineSettings(**case(models["mha-8-window"], dtype="float16")["settings"])
-    whole_bytes = Engine(settings).weight_bytes
+    whole_bytes = build_engine(settings).weight_bytes
     norm_bytes = (2 * 3 + 1) * 48 * 2  # whole on every rank
     held = [rank["unpacked"]["weight_bytes"] for rank in ranks[1]]
     assert sum(held) == whole_bytes + (tp_size - 1) * norm_bytes  # 8 heads over 3 ranks: no KV head is on two

@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.errors import ModelError
 from serving_core.model_files.config import read_model_config, text_names
 from serving_core.node.needs import needs_of
@@ -81,7 +81,7 @@ def settings(folder, **more):
 
 
 def answers(folder):
-    return token_ids(run_all(Engine(settings(folder)), PROMPTS, greedy(NUM_TOKENS, ignore_eos=True)))
+    return token_ids(run_all(build_engine(settings(folder)), PROMPTS, greedy(NUM_TOKENS, ignore_eos=True)))
 
 
 def answers_of_the_whole(folder, name, drafts):
@@ -173,7 +173,7 @@ def test_a_tensor_of_neither_is_refused(make):
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "audio_tower.weight": torch.zeros(2)}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"the weights hold audio_tower\.weight, which the model has no use for"):
-        Engine(settings(folder))
+        build_engine(settings(folder))
 
 
 @pytest.mark.parametrize("root", few(["model.language_model.", "language_model.model."]))
@@ -185,7 +185,7 @@ def test_an_adapter_of_the_whole_model_changes_its_text(make, tmp_path, root):
     file = written / WEIGHTS
     names = {name: name.replace("language_model.model.", root) for name in load_file(file) if "vision" not in name}
     save_file({names[name]: tensor for name, tensor in load_file(file).items() if name in names}, file)
-    engine = Engine(settings(folder, lora=(f"a={written}",)))
+    engine = build_engine(settings(folder, lora=(f"a={written}",)))
     plain, found = (
         token_ids(run_all(engine, PROMPTS, greedy(NUM_TOKENS, ignore_eos=True), adapters=[name] * len(PROMPTS)))
         for name in ("", "a")

@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from engine.attention.paged import PortableAttention
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.transformers_backend import decoder
 from engine.transformers_backend.decoder import Sight
 from engine.transformers_backend.tried import TRIED, TRIED_WITH
@@ -38,7 +38,7 @@ from tests.unit.engine.transformers_kit import rewrite
 
 
 def load(folder, **fields):
-    return Engine(EngineSettings(**{"model": str(folder), "num_kv_blocks": 64, "block_size": 8, **fields}))
+    return build_engine(EngineSettings(**{"model": str(folder), "num_kv_blocks": 64, "block_size": 8, **fields}))
 
 
 def answers(engine, prompts=PROMPTS, **scheduling):

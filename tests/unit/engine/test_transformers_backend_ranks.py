@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from tests.transformers_models import (
@@ -81,7 +81,7 @@ def test_two_ranks_answer_as_transformers(family, two_ranks):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_hold_their_part(family, two_ranks):
     """Of the KV cache half, and of weights less than all where there is a plan."""
-    whole = Engine(EngineSettings(model=str(two_ranks.folders[family]), **SIZES))
+    whole = build_engine(EngineSettings(model=str(two_ranks.folders[family]), **SIZES))
     for rank in two_ranks.facts:
         assert (rank[family]["kv_pool_bytes"] == whole.kv_pool_bytes) == (family in ONE_KV_HEAD)
         assert (rank[family]["weight_bytes"] == whole.weight_bytes) == (family in WITHOUT_PLAN)
@@ -105,7 +105,7 @@ def test_kv_heads_that_are_not_divided_equally_are_refused(written):
 
     folder = written(write_transformers_model, "starcoder2")
     with pytest.raises(SettingsError, match=r"--tensor-parallel-size 3: transformers computes .* its 2 KV heads are"):
-        Engine(EngineSettings(model=str(folder), num_kv_blocks=64), Three())
+        build_engine(EngineSettings(model=str(folder), num_kv_blocks=64), Three())
 
 
 @pytest.mark.nightly
@@ -117,7 +117,7 @@ def test_two_stages_answer_as_transformers(name, two_stages):
 @pytest.mark.nightly
 def test_a_rank_holds_its_stage_alone(two_stages):
     """Of three tied layers one and two, and each stage the one matrix of 260 x 48 that is looked up and is the head."""
-    whole = Engine(EngineSettings(model=str(two_stages.folders["tied"]), **SIZES))
+    whole = build_engine(EngineSettings(model=str(two_stages.folders["tied"]), **SIZES))
     first, last = (rank["tied"] for rank in two_stages.facts)
     table, norm = 4 * 260 * 48, 4 * 48
     layer = (whole.weight_bytes - table - norm) // 3

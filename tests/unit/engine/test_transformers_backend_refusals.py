@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.errors import ModelError, SettingsError
 from serving_core.settings import EngineSettings
 from tests.transformers_models import REFUSED, write_refused_model, write_transformers_model
@@ -15,7 +15,7 @@ from tests.unit.engine.transformers_kit import rewrite
 
 
 def load(folder, **fields):
-    return Engine(EngineSettings(model=str(folder), num_kv_blocks=64, **fields))
+    return build_engine(EngineSettings(model=str(folder), num_kv_blocks=64, **fields))
 
 
 @pytest.mark.parametrize("architecture", REFUSED)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_model
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.nightly
 
 
 def load(folder, quantization, **settings):
-    return Engine(
+    return build_engine(
         EngineSettings(model=str(folder), device="cpu", num_kv_blocks=8, quantization=quantization, **settings)
     )
 

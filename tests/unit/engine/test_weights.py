@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.model.llama import LlamaDecoder
 from engine.model.weights import load_weights
 from engine.native.library import ENVIRONMENT, OFF
@@ -25,7 +25,7 @@ from tests.unit.engine import peak_process
 
 
 def load(folder):
-    return Engine(EngineSettings(model=str(folder), num_kv_blocks=8))
+    return build_engine(EngineSettings(model=str(folder), num_kv_blocks=8))
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_the_log_tells_how_much_is_loaded(tmp_path, caplog, monkeypatch, model_i
     caplog.set_level(logging.INFO)
     folder = write_tiny_model(tmp_path / "model", max_shard_size="60KB")
     tensors = [tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).values()]
-    Engine(EngineSettings(model=str(folder), num_kv_blocks=8, model_impl=model_impl))
+    build_engine(EngineSettings(model=str(folder), num_kv_blocks=8, model_impl=model_impl))
     begin, *_, last, end = (record for record in caplog.records if record.name == load_progress.__name__)
     assert begin.fields == {"num_bytes": sum(tensor.nbytes for tensor in tensors), "num_tensors": len(tensors)}
     assert last.getMessage().startswith("loading weights: 100% of ")
@@ -131,7 +131,7 @@ def test_a_head_that_is_stored_beside_a_tied_embedding_computes_as_in_transforme
     expected = [1, 2, 3]
     for _ in range(12):
         expected.append(theirs(torch.tensor([expected])).logits[0, -1].argmax().item())
-    engine = Engine(EngineSettings(model=str(folder), num_kv_blocks=8, model_impl=model_impl))
+    engine = build_engine(EngineSettings(model=str(folder), num_kv_blocks=8, model_impl=model_impl))
     [tokens] = run_all(engine, [[1, 2, 3]], greedy(12, ignore_eos=True))
     assert [token.token_id for token in tokens] == expected[3:]
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
 from serving_core.model_files.config import read_model_config
@@ -38,7 +38,7 @@ def test_whole_weights_and_the_pool_take_what_was_said(tmp_path, dtype, tie_word
     stored = load_file(folder / "model.safetensors")
     element_bytes = 4 if dtype == "auto" else 2
     assert needs.weight_bytes == element_bytes * sum(tensor.numel() for tensor in stored.values())
-    engine = Engine(settings)
+    engine = build_engine(settings)
     assert (needs.pool_bytes, needs.weight_bytes <= engine.weight_bytes) == (engine.kv_pool_bytes, True)
 
 
@@ -47,7 +47,7 @@ def test_quantized_weights_take_at_least_what_was_said(folder, quantization, mos
     config = read_model_config(folder)
     settings = EngineSettings(model=str(folder), num_kv_blocks=7, device="cpu", quantization=quantization)
     weight_bytes = needs_of(settings, config).weight_bytes
-    assert weight_bytes <= Engine(settings).weight_bytes
+    assert weight_bytes <= build_engine(settings).weight_bytes
     whole = needs_of(EngineSettings(model=str(folder), num_kv_blocks=7), config).weight_bytes
     assert weight_bytes < most * whole
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.errors import ModelError, SettingsError
 from serving_core.model_files.config import read_model_config
 from serving_core.node.needs import needs_of
@@ -100,7 +100,7 @@ def write_fp8(folder, kind, **sizes):
 
 
 def load(folder, **settings):
-    return Engine(EngineSettings(model=str(folder), device="cpu", num_kv_blocks=8, **settings))
+    return build_engine(EngineSettings(model=str(folder), device="cpu", num_kv_blocks=8, **settings))
 
 
 def error_of(engine, dense):

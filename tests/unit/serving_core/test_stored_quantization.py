@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.model.llama import LlamaDecoder
 from engine.model.weights import load_weights
 from engine.parallel import alone
@@ -70,7 +70,7 @@ def logprobs(engine):
 
 
 def load(folder, **settings):
-    return Engine(EngineSettings(model=str(folder), device="cpu", num_kv_blocks=8, **settings))
+    return build_engine(EngineSettings(model=str(folder), device="cpu", num_kv_blocks=8, **settings))
 
 
 def oracle(folder, dtype):

@@ -6,8 +6,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
+from engine.build import build_engine
 from engine.cache.tier_store import TierStore
-from engine.engine import Engine
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
 from kv_transfer.transports.loopback import LoopbackNetwork
@@ -100,7 +100,7 @@ class Harness:
     ):
         self.name = name
         self.network = network
-        self.engine = GatedEngine(Engine(engine_settings))
+        self.engine = GatedEngine(build_engine(engine_settings))
         self.engine.can_schedule_async = looks_ahead and self.engine.can_schedule_async
         self.tier = TierStore(self.engine.pool, num_tier_blocks, 0) if num_tier_blocks else None
         tp_size = 1 + len(followers)

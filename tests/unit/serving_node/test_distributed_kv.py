@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.attention.partial import TILE_KEYS
-from engine.engine import Engine
+from engine.attention.distributed import TILE_KEYS
+from engine.build import build_engine
 from kv_transfer.distributed_kv.wire import Asker
 from protos import convert, fleet_pb2
 from serving_core.errors import SettingsError
@@ -391,7 +391,7 @@ async def remote_kv_ends(model):
     )
     ends = RemoteKVEnds(
         NodeSettings(engine=engine, distributed_kv=True).resolved("decode", "cpu"),
-        Engine(engine),
+        build_engine(engine),
         lambda number, most_tiles, asker: told.append((most_tiles, asker)) or [],
         lambda number: None,
         lambda node_request, remote_kv: told.append(remote_kv),

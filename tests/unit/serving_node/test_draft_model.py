@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from decode_node.speculation import LEAST_STEPS, DraftModel
-from engine.engine import Engine
+from engine.build import build_engine
 from engine.stepper import Stepper
 from serving_core.errors import SettingsError
 from serving_core.flags import build
@@ -44,7 +44,7 @@ def test_its_engine_is_like_the_nodes_with_a_pool_of_its_own(model, small):
         kv_cache_memory_bytes=10**9,
         device="cpu",
     )
-    engine, needs = Engine(draft), needs_of(draft, config)
+    engine, needs = build_engine(draft), needs_of(draft, config)
     assert (engine.layout.block_size, engine.description["quantization"]) == (8, "int8")
     assert engine.kv_pool_bytes == needs.pool_bytes <= 100_000
     assert needs.weight_bytes <= engine.weight_bytes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.stepper import DRAFT, PARTS
+from engine.engine import DRAFT, PARTS
 from serving_core.figures import families
 from serving_core.node.blocks import BlockAllocator
 from serving_core.node.costs import StepLoad

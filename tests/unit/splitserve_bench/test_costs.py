@@ -5,7 +5,7 @@ It has 3 layers of 4 heads and 2 KV heads of 12, hidden size 48, inner size 80 a
 
 import pytest
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.model_files.config import read_model_config
 from serving_core.settings import EngineSettings
 from splitserve_bench.engine.costs import (
@@ -69,7 +69,7 @@ def test_a_mixture_costs_what_its_tokens_take(tmp_path):
 
 @pytest.mark.nightly
 def test_experts_that_no_token_takes_are_not_read(tmp_path):
-    loaded = Engine(EngineSettings(model=str(write_transformers_model(tmp_path, "mixtral")), num_kv_blocks=8))
+    loaded = build_engine(EngineSettings(model=str(write_transformers_model(tmp_path, "mixtral")), num_kv_blocks=8))
     one, many = read_weight_bytes(loaded, 1), read_weight_bytes(loaded, 1000)
     experts = 4 * 6 * 3 * 48 * 80 * 4  # layers, experts, projections, bytes
     assert many - one == pytest.approx(4 / 6 * experts, rel=0.01)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from splitserve.cli import main
@@ -43,7 +43,7 @@ def run(small_machine):
 
 
 def load(folder, num_kv_blocks=64, **settings):
-    return Engine(EngineSettings(model=str(folder), num_kv_blocks=num_kv_blocks, block_size=8, **settings))
+    return build_engine(EngineSettings(model=str(folder), num_kv_blocks=num_kv_blocks, block_size=8, **settings))
 
 
 def test_the_json_holds_every_figure(tmp_path, run):

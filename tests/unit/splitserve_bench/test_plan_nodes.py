@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from engine.engine import Engine
+from engine.build import build_engine
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from serving_core.shapes import BOTH, DECODE, PREFILL
@@ -438,7 +438,7 @@ def test_they_take_what_an_engine_says_they_do(quantization, is_tied, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 3, "head_dim": 64}
     write = write_tiny_model if is_tied else write_tiny_llama
     model = write(tmp_path / "model", **sizes, dtype="bfloat16", tie_word_embeddings=is_tied)
-    engine = Engine(EngineSettings(model=str(model), quantization=quantization, num_kv_blocks=4))
+    engine = build_engine(EngineSettings(model=str(model), quantization=quantization, num_kv_blocks=4))
     planned = read_model_sizes(model).stored_as(quantization, "auto").weight_bytes
     assert engine.weight_bytes == pytest.approx(planned, rel=0.03)  # norms, and scales of 8 bits
 
