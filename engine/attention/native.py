@@ -9,8 +9,7 @@ import torch
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import ForwardBatch
 from engine.native.library import ELEMENTS, NativeLibrary, Plan, native_library, wanted_variants
-from engine.native.program import NativeProgram
-from engine.native.threads import parallel_function
+from engine.native.program import NativeProgram, parallel_function
 
 _SHARED_WORK: Final = 8192  # scores; less work is done sooner than other threads wake up
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from engine.model.layers import Deltas, Linear
-from engine.model.residual import Residual
 from engine.native.linear import GroupedProduct, grouped_product
 from engine.ops.base import Ops, Shared
+from engine.parallel import Residual
 from serving_core.model_files.differences import Experts
 from serving_core.sharding import Extent, Shard, share_of, whole
 

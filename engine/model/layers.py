@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from engine.model.residual import Residual
 from engine.native.linear import DenseMatrix
 from engine.native.linear import best_variant as best_dense_variant
 from engine.ops.base import Norm, Ops
 from engine.ops.tiled import Rows, Tiling
-from engine.parallel import RankGroup
+from engine.parallel import RankGroup, Residual
 from engine.quantization.quantized_linear import QuantizedMatrix, quantized_matrix
 from serving_core.settings import HEAD_BITS
 from serving_core.sharding import Extent, Shard, whole
@@ -127,6 +126,7 @@ class Embedding(Layer):
         # (torch's own embedding draws random values, on the meta device too, for half a second.)
         self.weight = nn.Parameter(torch.empty(len(vocabulary.held), size))
         self._vocabulary = vocabulary
+        self._is_whole = vocabulary.is_whole
         self._size = size
         self._group = group
 
@@ -159,7 +159,7 @@ class Embedding(Layer):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the vectors of ids [T] -> [T, size], on every rank."""
-        if self._vocabulary.is_whole:
+        if self._is_whole:
             return self._vectors(ids)
         rows = ids - self._vocabulary.held.start
         elsewhere = (rows < 0) | (rows >= len(self._vocabulary.held))

@@ -31,13 +31,12 @@ from engine.model.layers import (
     embedding,
 )
 from engine.model.lora import Adapters
-from engine.model.residual import Residual, residual_of
 from engine.model.rope import RotaryEmbedding, Rotation, head_order
 from engine.offload.placement import OffloadedLayers
 from engine.ops.backends import choose_ops
 from engine.ops.base import HeadNorms, KVSlots, Ops
 from engine.ops.tiled import Rotary, TiledRotary, Tiling, batch_invariant_ops
-from engine.parallel import LEADER, RankGroup
+from engine.parallel import LEADER, RankGroup, Residual, residual_of
 from engine.pipeline import Pipeline
 from serving_core.model_files.config import ModelConfig
 from serving_core.model_files.differences import Differences

@@ -1,8 +1,10 @@
-"""Load a model's weights from the files of its folder."""
+"""Load a model's weights from the files of its folder, and its LoRA adapters from theirs: each rank loads the slices
+that it computes with.
+"""
 
 import itertools
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -13,23 +15,22 @@ from torch import nn
 from engine.model.checkpoint import Checkpoint, Part, SafetensorsCheckpoint, Span, TextPart, read_ahead, whole_tensor
 from engine.model.layers import Layer, Linear
 from engine.model.llama import LlamaDecoder
+from engine.model.lora import Delta
 from engine.native.linear_library import best_variant
 from engine.offload.placement import Placement
-from engine.quantization import awq, gptq, w8a8
-from engine.quantization.fp8 import Fp8Checkpoint
-from engine.quantization.grouped_weight import join, matrix_of
+from engine.quantization.stored_weights import READERS, Fp8Checkpoint, join, matrix_of
 from serving_core.errors import ModelError
+from serving_core.model_files.adapters import DOWN, UP, StoredAdapter
 from serving_core.model_files.load_progress import LoadProgress
 from serving_core.model_files.stored_quantization import StoredQuantization
 from serving_core.model_files.stored_tensors import FLOATS
 from serving_core.model_files.weight_files import is_gguf, weight_files
 from serving_core.node.needs import TIED_HEAD
 from serving_core.settings import INPUT_BITS, WEIGHT_BITS
-from serving_core.sharding import Extent
+from serving_core.sharding import Extent, whole
 
 logger = logging.getLogger(__name__)
 
-READERS: Final = {"gptq": gptq, "awq": awq, "w8a8": w8a8}
 MARKS: Final = ("qweight", "weight_scale")  # suffixes of tensors that only a quantized module has
 ROOT: Final = "model."  # prefix of all tensors but the head's
 EMBEDDING: Final = f"{ROOT}embed_tokens.weight"
@@ -106,6 +107,58 @@ def load_weights(
     if num_dense:
         logger.warning("%d layers are kept as %s: their groups of inputs cannot be computed with", num_dense, dtype)
     return num_bytes
+
+
+def load_adapters(
+    decoder: LlamaDecoder, adapters: Iterable[StoredAdapter], dtype: torch.dtype, device: torch.device
+) -> int:
+    """Load the adapters of a filled decoder, cast to dtype; return the bytes they take. Raises ModelError if one is
+    damaged.
+    """
+    projections = {
+        layer: {in_checkpoint(path, name): outputs for name, outputs in layer.parts.items()}
+        for path, layer in decoder.named_modules()
+        if isinstance(layer, Linear)
+    }
+    for adapter in adapters:
+        checkpoint = SafetensorsCheckpoint([adapter.file])
+        changed = {layer: parts for layer, parts in projections.items() if adapter.projections & parts.keys()}
+        deltas = {
+            layer: _delta_of(adapter, checkpoint, layer, parts, dtype, device) for layer, parts in changed.items()
+        }
+        decoder.adapters.take(adapter.name, deltas)
+    return decoder.adapters.num_bytes
+
+
+def _delta_of(
+    adapter: StoredAdapter,
+    checkpoint: SafetensorsCheckpoint,
+    layer: Linear,
+    parts: Mapping[str, Extent],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Delta:
+    """Return the adapter's delta for all parts of a Linear at once: each changed part has ranks of its own for its own
+    outputs.
+    """
+    inputs, rank, changed = layer.inputs, whole(adapter.rank), [name for name in parts if name in adapter.projections]
+    down = torch.zeros(len(changed) * rank.total, len(inputs.held), dtype=dtype, device=device)
+    up = torch.zeros(sum(len(outputs.held) for outputs in parts.values()), len(down), dtype=dtype, device=device)
+    row = 0
+    for name, outputs in parts.items():
+        rows = slice(row, row + len(outputs.held))
+        row = rows.stop
+        if name not in changed:
+            continue
+        place = changed.index(name) * rank.total
+        ranks = slice(place, place + rank.total)
+        down[ranks] = checkpoint.read_all(Part(adapter.tensor_name(name, DOWN), (rank, inputs)))
+        exact = checkpoint.read_all(Part(adapter.tensor_name(name, UP), (outputs, rank))).double()
+        up[rows, ranks] = exact.mul_(adapter.scale).to(dtype)  # rounded once
+    if not (down.isfinite().all() and up.isfinite().all()):
+        kind = str(dtype).removeprefix("torch.")
+        raise ModelError(f"adapter {adapter.name} holds numbers that are not finite as {kind}")
+    return Delta(down, up if layer.rows is None else up[list(layer.rows)])
 
 
 def stores_own_head(folder: Path, dtype: torch.dtype, *, is_text_part: bool = False) -> bool:

@@ -21,7 +21,7 @@
 
 #include "vector_plain.h"
 
-#define EXPERTS_VERSION 1 /* engine/native/dispatch.py expects the same */
+#define EXPERTS_VERSION 1 /* engine/native/ops_library.py expects the same */
 #define MOST_EXPERTS 1024 /* as in serving_core/model_files/differences.py */
 #define CHUNK 256         /* columns added at a time */
 #define LOG2_E 1.44269504088896340736f

@@ -1,8 +1,8 @@
 """Load the compiled kernels of engine/native, if the package was built where a C compiler is.
 
 One library has all kernels: attention (declared here), products with quantized weights (linear_library.py), with dense
-and grouped weights (linear.py), routing to experts (dispatch.py), the ops between products (steps.py), programs of
-these (program.py) and sums over ranks (engine/shared_sums.py).
+and grouped weights (linear.py), the ops between products (ops_library.py), programs of these (program.py) and sums over
+ranks (shared_sums.py).
 
 The variant is chosen when the process starts: the best that this CPU supports, or the one that the environment variable
 SPLITSERVE_NATIVE names (one of VARIANTS, or "off").

@@ -14,8 +14,7 @@ import torch
 
 from engine.native import library as native_library
 from engine.native.huge_memory import weight_memory
-from engine.native.program import NativeProgram
-from engine.native.threads import threads
+from engine.native.program import NativeProgram, threads
 from engine.quantization.quantized_linear import QuantizedMatrix
 
 VERSION: Final = 3  # DENSE_VERSION in native/dense.h

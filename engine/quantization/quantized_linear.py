@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from engine.native.huge_memory import weight_memory
 from engine.native.linear_library import ELEMENTS, Matrix, best_variant, linear_library
-from engine.native.program import NativeProgram
-from engine.native.threads import threads
+from engine.native.program import NativeProgram, threads
 from engine.quantization.weight_quantization import Packed, QuantizedWeight, quantize_tiles
 from engine.trial import why_not_triton
 

@@ -8,11 +8,10 @@ import torch
 
 from engine.build import build_engine
 from engine.model.experts import MixtureOfExperts
-from engine.model.residual import Residual
 from engine.native.library import ENVIRONMENT, OFF
 from engine.native.linear import GroupedProduct, best_variant
 from engine.native.linear_library import best_variant as best_quantized_variant
-from engine.parallel import alone
+from engine.parallel import Residual, alone
 from serving_core.errors import ModelError
 from serving_core.settings import EngineSettings
 from tests.effort import few

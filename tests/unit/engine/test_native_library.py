@@ -8,7 +8,7 @@ import torch
 from engine.attention.native import NativeAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.native.library import ENVIRONMENT, OFF, VARIANTS, NativeLibrary, native_library, wanted_variants
-from engine.native.threads import parallel_function
+from engine.native.program import parallel_function
 from serving_core.layout import KVLayout
 from tests.unit.engine.native_kit import needs_library
 

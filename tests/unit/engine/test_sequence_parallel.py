@@ -8,8 +8,8 @@ import torch
 
 from engine.build import build_engine
 from engine.forward_batch import build_batch
-from engine.model.residual import residual_of
 from engine.native.linear import best_variant
+from engine.parallel import residual_of
 from serving_core.errors import SettingsError
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
