@@ -42,9 +42,9 @@ class Payload(ABC):
         `values` may be empty.
         """
 
-    def checksums(self, planes: Sequence[Buffer]) -> list[int]:
-        """Return the checksum of each pair in `planes`, which alternates keys and values of several blocks."""
-        return [self.checksum(keys, values) for keys, values in zip(planes[::2], planes[1::2], strict=True)]
+    def checksums(self, caches: Sequence[Buffer]) -> list[int]:
+        """Return the checksum of each pair in `caches`, which alternates keys and values of several blocks."""
+        return [self.checksum(keys, values) for keys, values in zip(caches[::2], caches[1::2], strict=True)]
 
     @abstractmethod
     def joined(self, views: Sequence[Buffer]) -> Buffer:

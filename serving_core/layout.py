@@ -20,7 +20,7 @@ class Widths(NamedTuple):
     values: int  # 0 if the layer has no V, as with latent KV
 
 
-class Pchannel(NamedTuple):
+class CacheShape(NamedTuple):
     """One block in one layer, K or V alone: [block_size, num_heads, width] in consecutive bytes; no bytes for width 0.
 
     With a quantized dtype num_heads float32 scales follow the data: value = data * scale of the head.
@@ -84,16 +84,16 @@ class KVLayout:
         return len(self.widths)
 
     @property
-    def plane(self) -> Pchannel:
+    def cache_shape(self) -> CacheShape:
         """Return the common shape of all K and V blocks. Raises SettingsError as check_uniform."""
         self.check_uniform()
-        keys, _ = self.planes(self.first_layer)
+        keys, _ = self.cache_shapes(self.first_layer)
         return keys
 
     @property
     def head_dim(self) -> int:
         """Return the common width of K and V in all layers. Raises SettingsError as check_uniform."""
-        return self.plane.width
+        return self.cache_shape.width
 
     @property
     def is_latent(self) -> bool:
@@ -147,17 +147,17 @@ class KVLayout:
     def __str__(self) -> str:
         return f"{self.block_size} tokens and {self.num_kv_heads} heads of {self.dtype}, K + V {self.layers_text}"
 
-    def planes(self, layer: int) -> tuple[Pchannel, Pchannel]:
+    def cache_shapes(self, layer: int) -> tuple[CacheShape, CacheShape]:
         """Return the shapes of K and V of one block in one layer. Raises ValueError for a layer that the pool does not
         hold.
         """
-        return _planes(self.widths[self.layers.index(layer)], self.block_size, self.num_kv_heads, self.dtype)
+        return _cache_shapes(self.widths[self.layers.index(layer)], self.block_size, self.num_kv_heads, self.dtype)
 
-    def plane_bytes(self, layer: int) -> tuple[int, int]:
+    def cache_bytes(self, layer: int) -> tuple[int, int]:
         """Return the bytes of K and of V of one block in a layer. Raises ValueError for a layer that the pool does not
         hold.
         """
-        return _plane_bytes(self.widths[self.layers.index(layer)], self.block_size, self.num_kv_heads, self.dtype)
+        return _cache_bytes(self.widths[self.layers.index(layer)], self.block_size, self.num_kv_heads, self.dtype)
 
     def check_uniform(self) -> None:
         """Raise SettingsError unless K and V have one width in all layers."""
@@ -191,15 +191,15 @@ class KVLayout:
         }
 
     def _layer_bytes(self, widths: Widths) -> int:
-        return sum(_plane_bytes(widths, self.block_size, self.num_kv_heads, self.dtype))
+        return sum(_cache_bytes(widths, self.block_size, self.num_kv_heads, self.dtype))
 
 
-def _planes(widths: Widths, block_size: int, num_heads: int, dtype: str) -> tuple[Pchannel, Pchannel]:
-    keys, values = (Pchannel(block_size, num_heads, width, dtype) for width in widths)
+def _cache_shapes(widths: Widths, block_size: int, num_heads: int, dtype: str) -> tuple[CacheShape, CacheShape]:
+    keys, values = (CacheShape(block_size, num_heads, width, dtype) for width in widths)
     return keys, values
 
 
 @lru_cache(maxsize=1024)  # called for every block that is transferred
-def _plane_bytes(widths: Widths, block_size: int, num_heads: int, dtype: str) -> tuple[int, int]:
-    keys, values = _planes(widths, block_size, num_heads, dtype)
+def _cache_bytes(widths: Widths, block_size: int, num_heads: int, dtype: str) -> tuple[int, int]:
+    keys, values = _cache_shapes(widths, block_size, num_heads, dtype)
     return keys.num_bytes, values.num_bytes

@@ -44,14 +44,14 @@ class NativeAttention:
         """
         self.pool = pool
         self.score_scale, self.softcap = score_scale, softcap
-        self._plane = pool.layout.plane
+        self._cache = pool.layout.cache_shape
         self.variant, self._library, self._kernel = _find_kernel(pool, variant)
         self.num_heads: Final = num_heads
         self._query_dtype = pool.compute_dtype
-        self._planes = {layer: _plane_addresses(pool, layer) for layer in pool.layout.layers}
+        self._caches = {layer: _cache_addresses(pool, layer) for layer in pool.layout.layers}
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._template: Final = self._make_template()
-        self.head_dim: Final[int] = self._plane.width
+        self.head_dim: Final[int] = self._cache.width
         self.num_partial_floats: Final[int] = self._library.partial_floats(ctypes.addressof(self._template))
         """float32 numbers in the partial of one split."""
 
@@ -90,7 +90,7 @@ class NativeAttention:
             query = query.contiguous()
             row = num_heads * head_dim
         output = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype)
-        keys, values = self._planes[layer]
+        keys, values = self._caches[layer]
         self._library.attend(
             plan.address,
             plan.parallel,
@@ -115,7 +115,7 @@ class NativeAttention:
             ctypes.addressof(plan),
             queries.data_ptr(),
             row_bytes,
-            *self._planes[layer],
+            *self._caches[layer],
             output.data_ptr(),
         )
 
@@ -130,17 +130,17 @@ class NativeAttention:
 
     def _make_template(self) -> Plan:
         """Return the parts common to all plans."""
-        plane = self._plane
+        cache = self._cache
         return Plan(
             num_heads=self.num_heads,
-            num_kv_heads=plane.num_heads,
-            head_dim=plane.width,
-            block_size=plane.block_size,
-            pool_element=ELEMENTS[plane.dtype],
+            num_kv_heads=cache.num_heads,
+            head_dim=cache.width,
+            block_size=cache.block_size,
+            pool_element=ELEMENTS[cache.dtype],
             query_element=ELEMENTS[str(self._query_dtype).removeprefix("torch.")],
-            plane_bytes=plane.num_bytes,
-            data_bytes=plane.data_bytes,
-            score_scale=plane.width**-0.5 if self.score_scale is None else self.score_scale,
+            cache_bytes=cache.num_bytes,
+            data_bytes=cache.data_bytes,
+            score_scale=cache.width**-0.5 if self.score_scale is None else self.score_scale,
             softcap=self.softcap or 0.0,
             kernel=self._kernel,
         )
@@ -180,7 +180,7 @@ def _find_kernel(pool: PagedKVPool, variant: str | None) -> tuple[str, NativeLib
     raise ValueError(f"no native kernel for a pool of {pool.layout.dtype} and queries of {query_dtype}")
 
 
-def _plane_addresses(pool: PagedKVPool, layer: int) -> tuple[int, int]:
+def _cache_addresses(pool: PagedKVPool, layer: int) -> tuple[int, int]:
     """Return the addresses of block 0 of K and of V; the other blocks follow."""
     keys, values = pool.read_tensors(layer, [0])
     return keys.data_ptr(), values.data_ptr()

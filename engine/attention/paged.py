@@ -136,13 +136,13 @@ class PortableAttention:
     ) -> torch.Tensor:
         """Attend with the plan's gatherings. In a layer without V, the keys serve as values."""
         attention = self._attention if scoring is None else scoring.attend
-        width = self.pool.layout.planes(layer)[1].width
+        width = self.pool.layout.cache_shapes(layer)[1].width
         output = query.new_empty((*query.shape[:2], width or query.shape[2]))
         for gathering in plan:
             keys, values = self.pool.gather(layer, gathering.blocks)
             values = values if width else keys
-            for plane in (keys, values):  # a mask hides numbers, but not NaN
-                plane.flatten(0, 1).index_fill_(0, gathering.not_theirs, 0)
+            for cache in (keys, values):  # a mask hides numbers, but not NaN
+                cache.flatten(0, 1).index_fill_(0, gathering.not_theirs, 0)
             for group in gathering.groups:
                 output[group.rows] = self._attend_group(query[group.rows], keys, values, group, attention)
         return output
@@ -154,7 +154,7 @@ class PortableAttention:
         width of V].
         """
         k, v = (
-            plane[group.blocks].view(group.num_spans, -1, *plane.shape[2:]).transpose(1, 2) for plane in (keys, values)
+            cache[group.blocks].view(group.num_spans, -1, *cache.shape[2:]).transpose(1, 2) for cache in (keys, values)
         )
         folded = query.reshape(group.num_spans, group.num_queries, self._num_kv_heads, self._heads_per_key, -1)
         folded = folded.transpose(1, 2).flatten(2, 3)  # [N, Hkv, Q * H / Hkv, D]

@@ -114,8 +114,8 @@ class TiledAttention:
         self._num_kv_heads, self._head_dim = pool.layout.num_kv_heads, pool.layout.head_dim
         self._heads_per_key = num_heads // self._num_kv_heads
         shape = (2, TILE_KEYS, self._num_kv_heads, self._head_dim)
-        planes = torch.randn(shape, generator=torch.Generator().manual_seed(PROBE_SEED), device="cpu")
-        keys, values = planes.to(pool.device).unsqueeze(1)
+        caches = torch.randn(shape, generator=torch.Generator().manual_seed(PROBE_SEED), device="cpu")
+        keys, values = caches.to(pool.device).unsqueeze(1)
         self._score = _Products(_by_key(keys), self._heads_per_key)
         self._sum = _Products(_by_value(values), self._heads_per_key)
         self._counts = sorted({1} | (set(self._score.counts) & set(self._sum.counts)), reverse=True)
@@ -202,8 +202,8 @@ class TiledAttention:
         blocks = group.blocks[:, columns]
         at = first - columns.start * block_size
         keys, values = (
-            plane.view(len(blocks), -1, *plane.shape[2:])[:, at : at + TILE_KEYS]
-            for plane in self.pool.gather(layer, blocks.flatten())
+            cache.view(len(blocks), -1, *cache.shape[2:])[:, at : at + TILE_KEYS]
+            for cache in self.pool.gather(layer, blocks.flatten())
         )
         lacking = group.positions[-1:].T - _places(group.positions, tile) < 0  # [N, TILE_KEYS]
         return _by_key(keys), _by_value(values.masked_fill(lacking[..., None, None], 0))

@@ -262,11 +262,11 @@ class TritonAttention:
         self.pool = pool
         self.score_scale = score_scale
         self.softcap = softcap
-        self._planes = {layer: pool.scaled_planes(layer) for layer in pool.layout.layers}
+        self._caches = {layer: pool.scaled_caches(layer) for layer in pool.layout.layers}
         self._group = num_heads // pool.layout.num_kv_heads
         head_dim, properties = pool.layout.head_dim, torch.cuda.get_device_properties(pool.device)
         memory_bytes = getattr(properties, "shared_memory_per_block_optin", COMMON_MEMORY_BYTES)
-        itemsizes = pool.compute_dtype.itemsize, self._planes[pool.layout.layers[0]][0][0].itemsize
+        itemsizes = pool.compute_dtype.itemsize, self._caches[pool.layout.layers[0]][0][0].itemsize
         self._stages = stages_by_rows(head_dim, *itemsizes, memory_bytes)
         is_wide = pool.compute_dtype.itemsize > 2  # products of many rows would exceed the registers
         self._most_rows = most_rows(FEW_ROWS if is_uniform or is_wide else MANY_ROWS, self._stages)
@@ -291,7 +291,7 @@ class TritonAttention:
 
     def _attend(self, query: torch.Tensor, layer: int, plan: _Plan) -> torch.Tensor:
         batch, layout = plan.batch, self.pool.layout
-        (keys, key_scales), (values, value_scales) = self._planes[layer]
+        (keys, key_scales), (values, value_scales) = self._caches[layer]
         num_requests, head_dim = len(batch.kv_lengths), query.shape[-1]
         attended = torch.empty_like(query)
         shared = (*query.shape[:2], plan.splits) if plan.splits > ALONE else (0,)

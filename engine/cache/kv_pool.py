@@ -19,7 +19,7 @@ import torch
 
 from engine.native.huge_memory import huge_zeros
 from serving_core.errors import SettingsError
-from serving_core.layout import SCALE_BYTES, KVLayout, Pchannel
+from serving_core.layout import SCALE_BYTES, CacheShape, KVLayout
 from serving_core.process.memory import available_bytes
 from serving_core.settings import EngineSettings
 from serving_core.units import size_of
@@ -52,15 +52,15 @@ class Stack(NamedTuple):
     two.
     """
 
-    plane: Pchannel
-    storage: torch.Tensor  # [2 or 1, num_blocks, plane.num_bytes] uint8
+    cache_shape: CacheShape
+    storage: torch.Tensor  # [2 or 1, num_blocks, cache_shape.num_bytes] uint8
 
 
 def empty_stacks(layout: KVLayout, layer: int, num_blocks: int, device: torch.device) -> list[Stack]:
     """Return all caches of a layer, zero-filled: K, then V."""
-    keys, values = layout.planes(layer)
+    keys, values = layout.cache_shapes(layer)
     shapes = [(keys, 2)] if keys == values else [(keys, 1), (values, 1)]
-    return [Stack(plane, _zeros((height, num_blocks, plane.num_bytes), device)) for plane, height in shapes]
+    return [Stack(cache, _zeros((height, num_blocks, cache.num_bytes), device)) for cache, height in shapes]
 
 
 def _zeros(shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
@@ -91,7 +91,7 @@ class HeadSlice:
     def read_tensors(self, layer: int, block_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of these blocks in order, each as a 1-D uint8 tensor on the pool's device."""
         index = index_of(block_ids)
-        keys, values = (planes for part in self._slices[layer] for planes in part.read(index, len(block_ids)))
+        keys, values = (caches for part in self._slices[layer] for caches in part.read(index, len(block_ids)))
         return keys.flatten(), values.flatten()
 
     def write_tensors(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -99,11 +99,11 @@ class HeadSlice:
 
         Raises ValueError if the lengths are wrong.
         """
-        check_lengths(len(keys), len(values), block_ids, self.layout.plane_bytes(layer))
+        check_lengths(len(keys), len(values), block_ids, self.layout.cache_bytes(layer))
         index = index_of(block_ids)
         rows = [(part, row) for part in self._slices[layer] for row in range(part.height)]
-        for (part, row), planes in zip(rows, (keys, values), strict=True):
-            part.write(row, index, planes.view(1, len(block_ids), part.plane.num_bytes))
+        for (part, row), caches in zip(rows, (keys, values), strict=True):
+            part.write(row, index, caches.view(1, len(block_ids), part.cache_shape.num_bytes))
         await_stream(self._device)
 
     def read(self, layer: int, block_ids: Sequence[int]) -> tuple[memoryview, memoryview]:
@@ -119,44 +119,45 @@ class _StackSlice:
     """Some heads of a stack."""
 
     def __init__(self, stack: Stack, heads: range) -> None:
-        self.plane: Final = stack.plane._replace(num_heads=len(heads))
+        self.cache_shape: Final = stack.cache_shape._replace(num_heads=len(heads))
         self.height: Final = len(stack.storage)
         self._device = stack.storage.device
-        self._word = _word_of(stack.plane, self.plane)
-        self._parts = [part[..., heads.start : heads.stop, :] for part in self._split(stack.plane, stack.storage)]
+        self._word = _word_of(stack.cache_shape, self.cache_shape)
+        self._parts = [part[..., heads.start : heads.stop, :] for part in self._split(stack.cache_shape, stack.storage)]
 
     def read(self, index: slice | list[int], num_blocks: int) -> torch.Tensor:
-        """Return the bytes [height, num_blocks, plane.num_bytes] of these blocks."""
-        planes = torch.empty((self.height, num_blocks, self.plane.num_bytes), dtype=torch.uint8, device=self._device)
-        for ours, theirs in zip(self._split(self.plane, planes), self._parts, strict=True):
+        """Return the bytes [height, num_blocks, bytes of a cache] of these blocks."""
+        size = (self.height, num_blocks, self.cache_shape.num_bytes)
+        caches = torch.empty(size, dtype=torch.uint8, device=self._device)
+        for ours, theirs in zip(self._split(self.cache_shape, caches), self._parts, strict=True):
             ours.copy_(theirs[:, index])
-        return planes
+        return caches
 
-    def write(self, row: int, index: slice | list[int], planes: torch.Tensor) -> None:
-        """Write [1, num_blocks, plane.num_bytes] to one row of the stack."""
-        planes = planes.to(self._device, non_blocking=self._device.type == "cuda")
-        if planes.storage_offset() % self._word.itemsize:
-            planes = planes.clone()
-        for theirs, (ours,) in zip(self._parts, self._split(self.plane, planes), strict=True):
+    def write(self, row: int, index: slice | list[int], caches: torch.Tensor) -> None:
+        """Write [1, num_blocks, bytes of a cache] to one row of the stack."""
+        caches = caches.to(self._device, non_blocking=self._device.type == "cuda")
+        if caches.storage_offset() % self._word.itemsize:
+            caches = caches.clone()
+        for theirs, (ours,) in zip(self._parts, self._split(self.cache_shape, caches), strict=True):
             theirs[row][index] = ours
 
-    def _split(self, plane: Pchannel, planes: torch.Tensor) -> list[torch.Tensor]:
+    def _split(self, cache: CacheShape, caches: torch.Tensor) -> list[torch.Tensor]:
         """Return data [k, n, block_size, heads, words] of [k, n, num_bytes] and, if quantized, scales [k, n, heads,
         1].
         """
-        if not plane.width:
+        if not cache.width:
             return []
-        data = planes[..., : plane.data_bytes].view(self._word)
-        words = plane.head_bytes // self._word.itemsize
-        parts = [data.view(*planes.shape[:2], plane.block_size, plane.num_heads, words)]
-        if plane.scale_bytes:
-            scales = planes[..., plane.data_bytes :].view(self._word)
-            parts.append(scales.view(*planes.shape[:2], plane.num_heads, SCALE_BYTES // self._word.itemsize))
+        data = caches[..., : cache.data_bytes].view(self._word)
+        words = cache.head_bytes // self._word.itemsize
+        parts = [data.view(*caches.shape[:2], cache.block_size, cache.num_heads, words)]
+        if cache.scale_bytes:
+            scales = caches[..., cache.data_bytes :].view(self._word)
+            parts.append(scales.view(*caches.shape[:2], cache.num_heads, SCALE_BYTES // self._word.itemsize))
         return parts
 
 
 @lru_cache(maxsize=256)  # called for every layer of a slice
-def _word_of(whole: Pchannel, part: Pchannel) -> torch.dtype:
+def _word_of(whole: CacheShape, part: CacheShape) -> torch.dtype:
     """Return the largest element type that divides the heads and blocks of both: copies of large elements are
     faster.
     """
@@ -182,10 +183,10 @@ def bytes_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[memoryview, memo
     return keys.numpy().data.toreadonly(), values.numpy().data.toreadonly()
 
 
-def copied(planes: memoryview, device: torch.device) -> torch.Tensor:
+def copied(caches: memoryview, device: torch.device) -> torch.Tensor:
     """Return a copy of the bytes, 1-D uint8 in host memory, for a transfer to the device."""
-    copy = empty_on_host(planes.nbytes, device)
-    copy.numpy().data[:] = planes
+    copy = empty_on_host(caches.nbytes, device)
+    copy.numpy().data[:] = caches
     return copy
 
 
@@ -200,12 +201,12 @@ def await_stream(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def check_lengths(key_bytes: int, value_bytes: int, block_ids: Sequence[int], plane_bytes: tuple[int, int]) -> None:
-    """Raise ValueError unless the sizes are those of len(block_ids) blocks of K and of V, of plane_bytes each."""
-    expected = [len(block_ids) * each for each in plane_bytes]
+def check_lengths(key_bytes: int, value_bytes: int, block_ids: Sequence[int], cache_bytes: tuple[int, int]) -> None:
+    """Raise ValueError unless the sizes are those of len(block_ids) blocks of K and of V, of cache_bytes each."""
+    expected = [len(block_ids) * each for each in cache_bytes]
     if [key_bytes, value_bytes] != expected:
         raise ValueError(
-            f"{key_bytes} and {value_bytes} bytes for {len(block_ids)} planes of K and V, not {expected[0]} and "
+            f"{key_bytes} and {value_bytes} bytes for {len(block_ids)} blocks of K and V, not {expected[0]} and "
             f"{expected[1]}"
         )
 
@@ -227,14 +228,14 @@ class Touched:
     """The U blocks that T new tokens go to; first the blocks with earlier tokens, which must be kept."""
 
     slots: torch.Tensor  # [T], the input
-    planes: tuple[torch.Tensor, torch.Tensor]  # int64, indices into a stack of one [U] and of two [2 * U]
+    caches: tuple[torch.Tensor, torch.Tensor]  # int64, indices into a stack of one [U] and of two [2 * U]
     num_held: int  # number of the U blocks that hold earlier tokens
     is_held: torch.Tensor | None  # [num_held], whether the block really holds earlier tokens; None: all do
     blocks: torch.Tensor  # [T] int64, index among the U blocks of a token's block
     offsets: torch.Tensor  # [T] int64, offset in that block
 
 
-class ScaledPchannels(NamedTuple):
+class ScaledCaches(NamedTuple):
     """K or V of all blocks: numbers times scales."""
 
     numbers: torch.Tensor  # [num_blocks, block_size, num_kv_heads, width]
@@ -246,11 +247,11 @@ class QuantizedPchannels:
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         """Check the layout. Raises SettingsError if the scales are not aligned to 4 bytes."""
-        for plane in (plane for layer in layout.layers for plane in layout.planes(layer)):
-            if plane.data_bytes % SCALE_BYTES:
+        for cache in (cache for layer in layout.layers for cache in layout.cache_shapes(layer)):
+            if cache.data_bytes % SCALE_BYTES:
                 raise SettingsError(
-                    f"a {layout.dtype} block of {plane.block_size} tokens, {plane.num_heads} heads and head size "
-                    f"{plane.width} takes {plane.data_bytes} bytes, which must be a multiple of {SCALE_BYTES}"
+                    f"a {layout.dtype} block of {cache.block_size} tokens, {cache.num_heads} heads and head size "
+                    f"{cache.width} takes {cache.data_bytes} bytes, which must be a multiple of {SCALE_BYTES}"
                 )
         self._dtype = layout.dtype
         self._block_size = layout.block_size
@@ -265,22 +266,22 @@ class QuantizedPchannels:
         is_new.index_fill_(0, blocks[offsets == 0], True)
         order = is_new.int().argsort(stable=True)
         ids = ids[order]
-        planes = ids, torch.cat((ids, ids + self._num_blocks))
-        return Touched(slots, planes, len(ids) - int(is_new.sum()), None, order.argsort()[blocks], offsets)
+        caches = ids, torch.cat((ids, ids + self._num_blocks))
+        return Touched(slots, caches, len(ids) - int(is_new.sum()), None, order.argsort()[blocks], offsets)
 
     def touch_apart(self, slots: torch.Tensor) -> Touched:
         """Return the same for slots of one block each, without synchronizing with the device."""
         offsets, ids = slots % self._block_size, slots // self._block_size
-        planes = ids, torch.cat((ids, ids + self._num_blocks))
-        return Touched(slots, planes, len(ids), offsets > 0, torch.arange(len(ids), device=ids.device), offsets)
+        caches = ids, torch.cat((ids, ids + self._num_blocks))
+        return Touched(slots, caches, len(ids), offsets > 0, torch.arange(len(ids), device=ids.device), offsets)
 
-    def views(self, stacks: Sequence[Stack]) -> list[ScaledPchannels]:
+    def views(self, stacks: Sequence[Stack]) -> list[ScaledCaches]:
         """Return K and V with the numbers as int8 or float8_e4m3fn."""
-        views: list[ScaledPchannels] = []
+        views: list[ScaledCaches] = []
         for stack in stacks:
-            data, scales = _parts(stack.plane, stack.storage)
+            data, scales = _parts(stack.cache_shape, stack.storage)
             numbers = data if self._dtype == "int8" else data.view(torch.float8_e4m3fn)
-            views += map(ScaledPchannels, numbers, scales)
+            views += map(ScaledCaches, numbers, scales)
         return views
 
     def store(self, stacks: Sequence[Stack], touched: Touched, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -289,7 +290,7 @@ class QuantizedPchannels:
             self._store(stacks[0], touched, torch.stack((keys, values)))
             return
         for stack, tokens in zip(stacks, (keys, values), strict=True):
-            if stack.plane.width:
+            if stack.cache_shape.width:
                 self._store(stack, touched, tokens.unsqueeze(0))
 
     def gather(
@@ -302,10 +303,10 @@ class QuantizedPchannels:
     def _store(self, stack: Stack, touched: Touched, tokens: torch.Tensor) -> None:
         """Write tokens [1 or 2, T, H, D]."""
         tokens = tokens.float()
-        numbers = touched.planes[len(tokens) - 1]
+        numbers = touched.caches[len(tokens) - 1]
         storage = stack.storage.flatten(0, 1)
-        planes = storage.index_select(0, numbers)
-        data, scales = _parts(stack.plane, planes.view(len(tokens), -1, stack.plane.num_bytes))
+        caches = storage.index_select(0, numbers)
+        data, scales = _parts(stack.cache_shape, caches.view(len(tokens), -1, stack.cache_shape.num_bytes))
 
         largest = tokens.abs().amax(-1)
         index = touched.blocks.view(1, -1, 1).expand_as(largest)
@@ -325,19 +326,19 @@ class QuantizedPchannels:
             earlier.copy_(kept)
         scales.copy_(grown)
         data[:, touched.blocks, touched.offsets] = self._encode(tokens * inverse[:, touched.blocks].unsqueeze(-1))
-        storage.view(torch.int32).index_copy_(0, numbers, planes.view(torch.int32))  # faster than by bytes
+        storage.view(torch.int32).index_copy_(0, numbers, caches.view(torch.int32))  # faster than by bytes
 
     def _gather(self, stack: Stack, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return [1 or 2, N, block_size, heads, width]."""
-        plane, storage = stack.plane, stack.storage
-        shape = (len(storage), len(blocks), plane.block_size, plane.num_heads, plane.width)
+        cache, storage = stack.cache_shape, stack.storage
+        shape = (len(storage), len(blocks), cache.block_size, cache.num_heads, cache.width)
         gathered = torch.empty(shape, dtype=dtype, device=storage.device)
-        if not plane.width:
+        if not cache.width:
             return gathered
         num_tiles = 1 + gathered.numel() // _TILE_ELEMENTS if storage.device.type == "cpu" else 1
-        planes = torch.cat((blocks, blocks + self._num_blocks)) if len(storage) == 2 else blocks
-        for tile, target in zip(planes.chunk(num_tiles), gathered.flatten(0, 1).chunk(num_tiles), strict=True):
-            data, scales = _parts(plane, storage.flatten(0, 1).index_select(0, tile))
+        caches = torch.cat((blocks, blocks + self._num_blocks)) if len(storage) == 2 else blocks
+        for tile, target in zip(caches.chunk(num_tiles), gathered.flatten(0, 1).chunk(num_tiles), strict=True):
+            data, scales = _parts(cache, storage.flatten(0, 1).index_select(0, tile))
             target.copy_(self._decode(data).mul_((scales * self._unit)[:, None, :, None]))
         return gathered
 
@@ -355,10 +356,10 @@ class QuantizedPchannels:
         return data.short().bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16).float()
 
 
-def _parts(plane: Pchannel, planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts(cache: CacheShape, caches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data [..., block_size, heads, width] and scales [..., heads] of [..., num_bytes]."""
-    data, scales = planes[..., : plane.data_bytes], planes[..., plane.data_bytes :]
-    shape = (*planes.shape[:-1], plane.block_size, plane.num_heads, plane.width)
+    data, scales = caches[..., : cache.data_bytes], caches[..., cache.data_bytes :]
+    shape = (*caches.shape[:-1], cache.block_size, cache.num_heads, cache.width)
     return data.view(torch.int8).view(shape), scales.view(torch.float32)
 
 
@@ -395,12 +396,12 @@ class PagedKVPool:
         """Return the value cache [num_blocks, block_size, num_kv_heads, width], a view. Not for a quantized pool."""
         return self._elements[layer][1]
 
-    def scaled_planes(self, layer: int) -> tuple[ScaledPchannels, ScaledPchannels]:
+    def scaled_caches(self, layer: int) -> tuple[ScaledCaches, ScaledCaches]:
         """Return views of K and V as stored. The scales are unused unless the pool is quantized."""
         if self._quantized is not None:
             keys, values = self._quantized.views(self._stacks[layer])
         else:
-            keys, values = (ScaledPchannels(plane, plane[:, 0, :, 0]) for plane in self._elements[layer])
+            keys, values = (ScaledCaches(cache, cache[:, 0, :, 0]) for cache in self._elements[layer])
         return keys, values
 
     def try_values(self, layer: int, num_blocks: int) -> None:
@@ -409,8 +410,8 @@ class PagedKVPool:
         """
         generator = torch.Generator(self.device).manual_seed(layer)
         if self._quantized is None:
-            for plane in self._elements[layer]:
-                plane[:num_blocks].normal_(generator=generator)
+            for cache in self._elements[layer]:
+                cache[:num_blocks].normal_(generator=generator)
             return
         shape = (self.layout.num_kv_heads, self.layout.head_dim)
         every = torch.arange(num_blocks * self.layout.block_size, device=self.device)
@@ -441,8 +442,8 @@ class PagedKVPool:
                 self._touched = self._quantized.touch(slots)
             self._quantized.store(self._stacks[layer], self._touched, keys, values)
             return
-        for plane, tokens in zip(self._elements[layer], (keys, values), strict=True):
-            plane.flatten(0, 1).index_copy_(0, slots, tokens)
+        for cache, tokens in zip(self._elements[layer], (keys, values), strict=True):
+            cache.flatten(0, 1).index_copy_(0, slots, tokens)
 
     def begin_steps(self, slots: torch.Tensor) -> None:
         """Prepare the stores of a decode step with one token for each of these slots, without synchronizing with the
@@ -476,14 +477,14 @@ class PagedKVPool:
         """Write what `read_tensors` returns, from 1-D uint8 tensors on any device. Raises ValueError if the lengths are
         wrong.
         """
-        check_lengths(len(keys), len(values), block_ids, self.layout.plane_bytes(layer))
+        check_lengths(len(keys), len(values), block_ids, self.layout.cache_bytes(layer))
         if self.device.type == "cpu":
             self._put(layer, block_ids, keys.cpu().numpy(), values.cpu().numpy())
             return
         targets = chain.from_iterable(stack.storage for stack in self._stacks[layer])
         index = self._on_device(index_of(block_ids))
-        for target, planes in zip(targets, (keys, values), strict=True):
-            target[index] = planes.to(self.device, non_blocking=True).view(len(block_ids), target.shape[1])
+        for target, caches in zip(targets, (keys, values), strict=True):
+            target[index] = caches.to(self.device, non_blocking=True).view(len(block_ids), target.shape[1])
         await_stream(self.device)
 
     def read(self, layer: int, block_ids: Sequence[int]) -> tuple[memoryview, memoryview]:
@@ -492,7 +493,7 @@ class PagedKVPool:
 
     def write(self, layer: int, block_ids: Sequence[int], keys: memoryview, values: memoryview) -> None:
         """Write what `read` returns. Raises ValueError if the lengths are wrong."""
-        check_lengths(keys.nbytes, values.nbytes, block_ids, self.layout.plane_bytes(layer))
+        check_lengths(keys.nbytes, values.nbytes, block_ids, self.layout.cache_bytes(layer))
         if self.device.type == "cpu":
             self._put(layer, block_ids, np.frombuffer(keys, np.uint8), np.frombuffer(values, np.uint8))
         else:
@@ -507,8 +508,8 @@ class PagedKVPool:
         """Write to host memory, where numpy scatters blocks five times as fast as torch."""
         index = index_of(block_ids)
         targets = chain.from_iterable(stack.storage.numpy() for stack in self._stacks[layer])
-        for target, planes in zip(targets, (keys, values), strict=True):
-            target[index] = planes.reshape(len(block_ids), target.shape[1])
+        for target, caches in zip(targets, (keys, values), strict=True):
+            target[index] = caches.reshape(len(block_ids), target.shape[1])
 
     def _views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the elements of K and of V."""
@@ -516,7 +517,7 @@ class PagedKVPool:
         return keys, values
 
     def _view(self, stack: Stack) -> torch.Tensor:
-        block_size, num_heads, width, _ = stack.plane
+        block_size, num_heads, width, _ = stack.cache_shape
         elements = stack.storage.flatten().view(self.compute_dtype)
         return elements.view(len(stack.storage), self.num_blocks, block_size, num_heads, width)
 

@@ -177,10 +177,10 @@ class TierStore:
     def _copy_out(self, block_ids: Sequence[int], rows: Rows, places: list[int] | slice) -> None:
         start = 0
         for layer in self._pool.layout.layers:
-            planes = self._pool.read(layer, block_ids)
-            for plane, num_bytes in zip(planes, self._pool.layout.plane_bytes(layer), strict=True):
+            caches = self._pool.read(layer, block_ids)
+            for cache, num_bytes in zip(caches, self._pool.layout.cache_bytes(layer), strict=True):
                 if num_bytes:
-                    part = np.frombuffer(plane, np.uint8).reshape(len(block_ids), num_bytes)
+                    part = np.frombuffer(cache, np.uint8).reshape(len(block_ids), num_bytes)
                     rows[places, start : start + num_bytes] = part
                 start += num_bytes
 
@@ -236,11 +236,11 @@ class TierStore:
             return
         start = 0
         for layer in self._pool.layout.layers:
-            planes = []
-            for num_bytes in self._pool.layout.plane_bytes(layer):
-                planes.append(memoryview(rows[:, start : start + num_bytes].tobytes()))
+            caches = []
+            for num_bytes in self._pool.layout.cache_bytes(layer):
+                caches.append(memoryview(rows[:, start : start + num_bytes].tobytes()))
                 start += num_bytes
-            self._pool.write(layer, block_ids, *planes)
+            self._pool.write(layer, block_ids, *caches)
 
     def _offset(self, slot: int) -> int:
         return (slot - self._num_host) * self._row_bytes

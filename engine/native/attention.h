@@ -43,8 +43,8 @@ typedef struct {
     int32_t block_size;
     int32_t pool_element;
     int32_t query_element;   /* also the output's */
-    int64_t plane_bytes;     /* bytes of one block in one layer, K or V alone */
-    int64_t data_bytes;      /* plane_bytes without the scales */
+    int64_t cache_bytes;     /* bytes of one block in one layer, K or V alone */
+    int64_t data_bytes;      /* cache_bytes without the scales */
     float score_scale;
     float softcap;           /* scores become softcap * tanh(score / softcap); 0: none */
     int32_t window;          /* 0: none */

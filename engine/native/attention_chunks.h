@@ -19,12 +19,12 @@ static void pack_tile(const Call *call, const Unit *unit, const Shape *shape, co
     int32_t first = first_key - tile, start = first / KEYS_TOGETHER * KEYS_TOGETHER;
     int32_t end = end_key - tile, padded = (int32_t)ceil_to(end, KEYS_TOGETHER);
     float *scales[] = {scratch->key_scales, scratch->value_scales};
-    const uint8_t *planes[] = {call->keys, call->values};
+    const uint8_t *caches[] = {call->keys, call->values};
     for (int is_value = 0; is_value < 2; ++is_value) {
         for (int32_t i = start; i < first; ++i) scratch->rows[i] = (const uint8_t *)scratch->zeros;
         for (int32_t i = start; i < first; ++i) scales[is_value][i] = 0.0f;
-        find_rows(call->plan, unit->request, unit->kv_head, first_key, end_key, planes[is_value], scratch->pool_rows);
-        find_scales(call->plan, unit->request, unit->kv_head, first_key, end_key, planes[is_value],
+        find_rows(call->plan, unit->request, unit->kv_head, first_key, end_key, caches[is_value], scratch->pool_rows);
+        find_scales(call->plan, unit->request, unit->kv_head, first_key, end_key, caches[is_value],
                     scales[is_value] + first);
         number_rows(call->plan, shape, scratch, scratch->pool_rows, 0, end - first, scratch->rows + first);
         for (int32_t i = end; i < padded; ++i) scratch->rows[i] = (const uint8_t *)scratch->zeros;
@@ -46,7 +46,7 @@ static void hide(const Plan *plan, const Unit *unit, const Shape *shape, int32_t
  * `tile`. Returns the factors of the outputs before, and of the tile's outputs. */
 static void weigh_block(const Plan *plan, const Unit *unit, const Shape *shape, const Scratch *scratch, int32_t block,
                         int32_t tile, int32_t first, int32_t end, float *kept, float *added) {
-    const float *value_scales = plan->plane_bytes > plan->data_bytes ? scratch->value_scales : NULL;
+    const float *value_scales = plan->cache_bytes > plan->data_bytes ? scratch->value_scales : NULL;
     float largest[LANES], sums[LANES] = {0};
     if (value_scales) scale_columns(scratch->scores, BLOCK_ROWS, first, end, scratch->key_scales);
     cap_scores(plan, scratch->scores, BLOCK_ROWS, first, end);

@@ -73,15 +73,15 @@ static void read_queries(const Call *call, const Unit *unit, const Shape *shape,
         }
 }
 
-/* Where the keys (or values) first_key .. end_key of a key head lie in `planes`. */
+/* Where the keys (or values) first_key .. end_key of a key head lie in `caches`. */
 static void find_rows(const Plan *plan, int32_t request, int32_t kv_head, int32_t first_key, int32_t end_key,
-                      const uint8_t *planes, const uint8_t **rows) {
+                      const uint8_t *caches, const uint8_t **rows) {
     const int32_t *table = plan->block_tables + request * plan->table_stride;
     int64_t row_bytes = pool_row_bytes(plan);
     int64_t token_bytes = row_bytes * plan->num_kv_heads;
     int32_t block = first_key / plan->block_size, offset = first_key % plan->block_size;
     for (int32_t key = first_key; key < end_key; ++block, offset = 0) {
-        const uint8_t *row = planes + table[block] * plan->plane_bytes + offset * token_bytes + kv_head * row_bytes;
+        const uint8_t *row = caches + table[block] * plan->cache_bytes + offset * token_bytes + kv_head * row_bytes;
         int32_t count = smaller(plan->block_size - offset, end_key - key);
         for (int32_t i = 0; i < count; ++i) *rows++ = row + i * token_bytes;
         key += count;
@@ -91,13 +91,13 @@ static void find_rows(const Plan *plan, int32_t request, int32_t kv_head, int32_
 /* The scales of the keys (or values) first_key .. end_key of a key head, when the pool has them, and zeros up to the
  * next multiple of KEYS_TOGETHER. */
 static void find_scales(const Plan *plan, int32_t request, int32_t kv_head, int32_t first_key, int32_t end_key,
-                        const uint8_t *planes, float *scales) {
-    if (plan->plane_bytes == plan->data_bytes) return;
+                        const uint8_t *caches, float *scales) {
+    if (plan->cache_bytes == plan->data_bytes) return;
     const int32_t *table = plan->block_tables + request * plan->table_stride;
     int32_t block = first_key / plan->block_size, end = (block + 1) * plan->block_size;
     for (int32_t key = first_key; key < end_key; ++block, end += plan->block_size) {
         float scale;
-        memcpy(&scale, planes + table[block] * plan->plane_bytes + plan->data_bytes + kv_head * 4, 4);
+        memcpy(&scale, caches + table[block] * plan->cache_bytes + plan->data_bytes + kv_head * 4, 4);
         for (; key < smaller(end, end_key); ++key) *scales++ = scale;
     }
     for (int i = 0; i < KEYS_TOGETHER; ++i) *scales++ = 0.0f;

@@ -111,7 +111,7 @@ static void weigh_head(const Call *call, const Unit *unit, const Shape *shape, c
                        int32_t first, int32_t end) {
     const Plan *plan = call->plan;
     int32_t padded = (int32_t)ceil_to(end, KEYS_TOGETHER), head = kv_head * shape->group;
-    float *scales = plan->plane_bytes > plan->data_bytes ? scratch->value_scales : NULL;
+    float *scales = plan->cache_bytes > plan->data_bytes ? scratch->value_scales : NULL;
     if (scales) {
         for (int32_t i = 0; i < first; ++i) scratch->key_scales[i] = scales[i] = 0.0f;
         find_scales(plan, unit->request, unit->kv_head + kv_head, unit->first_key, unit->end_key, call->keys,

@@ -42,7 +42,7 @@ class Plan(ctypes.Structure):
         ("block_size", ctypes.c_int32),
         ("pool_element", ctypes.c_int32),
         ("query_element", ctypes.c_int32),
-        ("plane_bytes", ctypes.c_int64),
+        ("cache_bytes", ctypes.c_int64),
         ("data_bytes", ctypes.c_int64),
         ("score_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),

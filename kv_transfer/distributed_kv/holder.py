@@ -211,7 +211,7 @@ class KVHolder:
         return header
 
     def _put(self, connection: socket.socket, header: Header, block_ids: list[int]) -> None:
-        num_bytes = self._layout.plane_bytes(header.layer)
+        num_bytes = self._layout.cache_bytes(header.layer)
         sizes = [each * len(block_ids) for each in num_bytes]
         payload = memoryview(hear_payload(connection, header, sum(sizes)))
         self._pool.write(header.layer, block_ids, payload[: sizes[0]], payload[sizes[0] :])

@@ -87,7 +87,7 @@ def _has_recalled(connection: socket.socket) -> bool:
 
 def most_tiles_of(layout: KVLayout, tile_tokens: int) -> int:
     """Return the most tiles of one remote KV, since the tiles of each layer are sent in one message."""
-    tile_bytes = max(sum(layout.plane_bytes(layer)) for layer in layout.layers) * (tile_tokens // layout.block_size)
+    tile_bytes = max(sum(layout.cache_bytes(layer)) for layer in layout.layers) * (tile_tokens // layout.block_size)
     return MAX_BYTES // tile_bytes
 
 

@@ -142,7 +142,7 @@ class ReceivingChannel:
 
     def _verify(self, segments: Sequence[Segment], frames: Sequence[Buffer]) -> None:
         layout, payload = self.session.channel.layout, self._payload
-        sizes = [segment.num_blocks * size for segment in segments for size in layout.plane_bytes(segment.layer)]
+        sizes = [segment.num_blocks * size for segment in segments for size in layout.cache_bytes(segment.layer)]
         pieces = payload.cut(frames, sizes)
         if pieces is None:  # truncated or padded: no byte position can be trusted
             intact = [False] * len(segments)
@@ -156,7 +156,7 @@ class ReceivingChannel:
         self._handle(Verified(segments, intact), pieces or ())
 
     def _is_written(self, blocks: BlockRange, part: range, keys: Buffer, values: Buffer) -> bool:
-        key_bytes, value_bytes = self.session.channel.layout.plane_bytes(blocks.layer)
+        key_bytes, value_bytes = self.session.channel.layout.cache_bytes(blocks.layer)
         keys = keys[part.start * key_bytes : part.stop * key_bytes]
         values = values[part.start * value_bytes : part.stop * value_bytes]
         try:

@@ -24,10 +24,10 @@ class TensorPayload(Payload):
             return HOST.checksum(keys.numpy().data, values.numpy().data)
         return device_checksum(keys, values)
 
-    def checksums(self, planes: Sequence[torch.Tensor]) -> list[int]:
-        if not planes or planes[0].device.type == "cpu":
-            return super().checksums(planes)
-        mixed = [_mixed(keys, values) for keys, values in zip(planes[::2], planes[1::2], strict=True)]
+    def checksums(self, caches: Sequence[torch.Tensor]) -> list[int]:
+        if not caches or caches[0].device.type == "cpu":
+            return super().checksums(caches)
+        mixed = [_mixed(keys, values) for keys, values in zip(caches[::2], caches[1::2], strict=True)]
         return [_unsigned(each) for each in torch.stack(mixed).tolist()]  # one synchronization with the device
 
     def joined(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -54,10 +54,10 @@ def _unsigned(checksum: int) -> int:
     return checksum & 0xFFFFFFFF
 
 
-def _filled_up(planes: torch.Tensor) -> torch.Tensor:
+def _filled_up(caches: torch.Tensor) -> torch.Tensor:
     """Pad with zeros to whole words."""
-    odd = -len(planes) % 4
-    return torch.nn.functional.pad(planes, (0, odd)) if odd else planes
+    odd = -len(caches) % 4
+    return torch.nn.functional.pad(caches, (0, odd)) if odd else caches
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:

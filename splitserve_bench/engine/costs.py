@@ -52,7 +52,7 @@ def decode_flops(config: ModelConfig, contexts: Sequence[float]) -> float:
 
 def decode_kv_bytes(config: ModelConfig, layout: KVLayout, contexts: Sequence[float]) -> float:
     """Return the bytes of KV that one decode step reads."""
-    return 2 * layout.plane.num_bytes / layout.block_size * _seen(config, contexts)
+    return 2 * layout.cache_shape.num_bytes / layout.block_size * _seen(config, contexts)
 
 
 def _seen(config: ModelConfig, contexts: Sequence[float]) -> float:

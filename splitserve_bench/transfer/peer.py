@@ -144,11 +144,11 @@ def block_ids_of(num_blocks: int, pool_blocks: int, is_scattered: bool) -> list[
 
 def fill(pool: PagedKVPool, block_ids: Sequence[int], *, is_random: bool) -> None:
     """Write zeros, or random bytes that differ from layer to layer and are the same in every process."""
-    num_bytes = 2 * len(block_ids) * pool.layout.plane.num_bytes
-    planes = random.Random(SEED).randbytes(num_bytes) if is_random else bytes(num_bytes)
+    num_bytes = 2 * len(block_ids) * pool.layout.cache_shape.num_bytes
+    caches = random.Random(SEED).randbytes(num_bytes) if is_random else bytes(num_bytes)
     for layer in pool.layout.layers:
         shift = 64 * layer % num_bytes if is_random else 0
-        shifted = memoryview(planes[shift:] + planes[:shift])
+        shifted = memoryview(caches[shift:] + caches[:shift])
         pool.write(layer, block_ids, shifted[: num_bytes // 2], shifted[num_bytes // 2 :])
 
 

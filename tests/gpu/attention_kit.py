@@ -38,8 +38,8 @@ def eager(query, shares, pool, window=None, softcap=None):
     for share, rows in zip(shares, queries, strict=True):
         length, group = share.start + share.num_tokens, rows.shape[1] // pool.layout.num_kv_heads
         stored = pool.gather(0, torch.tensor(share.block_ids, device=CUDA))
-        planes = (plane.cpu().double().flatten(0, 1)[:length] for plane in stored)
-        keys, values = (plane.repeat_interleave(group, dim=1).transpose(0, 1) for plane in planes)
+        caches = (cache.cpu().double().flatten(0, 1)[:length] for cache in stored)
+        keys, values = (cache.repeat_interleave(group, dim=1).transpose(0, 1) for cache in caches)
         scores = rows.transpose(0, 1) @ keys.transpose(1, 2) * rows.shape[2] ** -0.5
         scores = scores if softcap is None else softcap * (scores / softcap).tanh()
         distances = torch.arange(share.start, length)[:, None] - torch.arange(length)

@@ -43,8 +43,8 @@ def test_the_cuda_backend_agrees_with_the_portable_one(window, block_size):
     pool = PagedKVPool(KVLayout.uniform(1, 2, 64, block_size, "bfloat16"), 64, device)
     chosen = choose_attention(pool, num_heads=8)
     generator = torch.Generator(device).manual_seed(0)
-    for plane in (pool.keys(0), pool.values(0)):
-        plane.normal_(generator=generator)
+    for cache in (pool.keys(0), pool.values(0)):
+        cache.normal_(generator=generator)
     works, first = [], 0
     for start, num_tokens in ((0, 1), (0, 90), (33, 50), (255, 1), (511, 1)):
         length = start + num_tokens
@@ -65,9 +65,9 @@ def test_blocks_go_out_and_come_back_byte_for_byte():
     for layer in range(2):
         pool.keys(layer).normal_()
         pool.values(layer).normal_()
-    planes = pool.read(1, [2, 3, 7])
-    assert planes[0][: pool.layout.plane.num_bytes] == pool.keys(1)[2].cpu().view(torch.uint8).numpy().tobytes()
-    pool.write(1, [9, 4, 5], *planes)
+    caches = pool.read(1, [2, 3, 7])
+    assert caches[0][: pool.layout.cache_shape.num_bytes] == pool.keys(1)[2].cpu().view(torch.uint8).numpy().tobytes()
+    pool.write(1, [9, 4, 5], *caches)
     for source, target in ((2, 9), (3, 4), (7, 5)):
         assert torch.equal(pool.keys(1)[source], pool.keys(1)[target])
         assert torch.equal(pool.values(1)[source], pool.values(1)[target])

@@ -129,13 +129,13 @@ def test_an_adapter(tmp_path):
 def random_pool(layout, device=DEVICE):
     pool = PagedKVPool(layout, 12, torch.device(device))
     for layer in layout.layers:
-        sizes = [12 * each for each in layout.plane_bytes(layer)]
+        sizes = [12 * each for each in layout.cache_bytes(layer)]
         pool.write_tensors(layer, range(12), *(torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes))
     return pool
 
 
 def content(pool, block_ids):
-    return [bytes(plane) for layer in pool.layout.layers for plane in pool.read(layer, block_ids)]
+    return [bytes(cache) for layer in pool.layout.layers for cache in pool.read(layer, block_ids)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

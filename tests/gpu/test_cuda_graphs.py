@@ -47,17 +47,17 @@ def random_decode(engine, num_requests, seed):
     return build_batch(shares, BLOCK_SIZE, engine.pool.device)
 
 
-def planes_of(engine):
+def caches_of(engine):
     layers = range(engine.layout.num_layers)
-    return [plane for layer in layers for plane in (engine.pool.keys(layer), engine.pool.values(layer))]
+    return [cache for layer in layers for cache in (engine.pool.keys(layer), engine.pool.values(layer))]
 
 
 @pytest.mark.parametrize("family", few(FAMILIES))
 @torch.inference_mode()
 def test_replays_agree_with_the_modules(tmp_path, family):
     engine = captured(tmp_path, family)
-    for plane in planes_of(engine):
-        plane.normal_()
+    for cache in caches_of(engine):
+        cache.normal_()
     for seed, num_requests in enumerate((1, 2, 3, 7, 64, 5, 33, 100, 128, 1)):
         batch = random_decode(engine, num_requests, seed)
         expected = engine.model(batch, engine.attention)
@@ -69,14 +69,14 @@ def test_replays_agree_with_the_modules(tmp_path, family):
 @torch.inference_mode()
 def test_a_replay_writes_to_the_slots_of_its_requests_alone(tmp_path):
     engine = captured(tmp_path)
-    for plane in planes_of(engine):
-        plane.normal_()
+    for cache in caches_of(engine):
+        cache.normal_()
     for seed, num_requests in enumerate((7, 3, 5)):
-        before = [plane[:NUM_BLOCKS].clone() for plane in planes_of(engine)]
+        before = [cache[:NUM_BLOCKS].clone() for cache in caches_of(engine)]
         batch = random_decode(engine, num_requests, seed)
         run_program(engine.program, batch)
-        for plane, then in zip(planes_of(engine), before, strict=True):
-            changed = (plane[:NUM_BLOCKS] != then).flatten(0, 1).flatten(1).any(1).nonzero().flatten()
+        for cache, then in zip(caches_of(engine), before, strict=True):
+            changed = (cache[:NUM_BLOCKS] != then).flatten(0, 1).flatten(1).any(1).nonzero().flatten()
             assert changed.tolist() == sorted(batch.slots.tolist())
 
 

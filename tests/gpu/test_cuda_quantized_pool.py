@@ -38,9 +38,9 @@ def test_blocks_and_shares_of_heads_travel_byte_for_byte(dtype):
         source, target = on_cuda.heads(heads), on_cpu.heads(heads)
         tensors = source.read_tensors(0, block_ids)
         assert all(tensor.is_cuda and tensor.dtype == torch.uint8 for tensor in tensors)
-        planes = source.read(0, block_ids)
-        assert b"".join(planes) == torch.cat(tensors).cpu().numpy().tobytes()
+        caches = source.read(0, block_ids)
+        assert b"".join(caches) == torch.cat(tensors).cpu().numpy().tobytes()
         target.write_tensors(0, block_ids, *tensors)
-        assert target.read(0, block_ids) == planes
-        source.write(0, [0, 5, 2], *planes)
-        assert source.read(0, [0, 5, 2]) == planes
+        assert target.read(0, block_ids) == caches
+        source.write(0, [0, 5, 2], *caches)
+        assert source.read(0, [0, 5, 2]) == caches

@@ -31,9 +31,9 @@ def pool():
     return PagedKVPool(LAYOUT, NUM_BLOCKS, CUDA)
 
 
-def planes(num_blocks, seed):
+def caches(num_blocks, seed):
     generator = torch.Generator().manual_seed(seed)
-    sizes = [num_blocks * each for each in LAYOUT.plane_bytes(0)]
+    sizes = [num_blocks * each for each in LAYOUT.cache_bytes(0)]
     return [torch.randint(256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
 
 
@@ -53,8 +53,8 @@ HEADS = {"all": range(4), "some": range(1, 3)}
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_blocks_are_written_and_read_beside_a_step(pool, loop, block_ids, heads):
     part = pool.heads(heads)
-    sizes = [len(block_ids) * each for each in part.layout.plane_bytes(1)]
-    given = [memoryview(each[:size].numpy()) for each, size in zip(planes(3, seed=1), sizes, strict=True)]
+    sizes = [len(block_ids) * each for each in part.layout.cache_bytes(1)]
+    given = [memoryview(each[:size].numpy()) for each, size in zip(caches(3, seed=1), sizes, strict=True)]
 
     def move():
         part.write(1, block_ids, *given)
@@ -69,7 +69,7 @@ def test_blocks_are_written_and_read_beside_a_step(pool, loop, block_ids, heads)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_a_write_is_over_when_it_returns(pool, loop, heads):
     part = pool.heads(heads)
-    given = [memoryview(bytes(each)) for each in part.layout.plane_bytes(0)]
+    given = [memoryview(bytes(each)) for each in part.layout.cache_bytes(0)]
 
     def write():
         busy = fallen_asleep()
@@ -81,12 +81,12 @@ def test_a_write_is_over_when_it_returns(pool, loop, heads):
 
 @pytest.mark.parametrize("block_ids", BLOCKS.values(), ids=BLOCKS)
 def test_tensors_are_checked_and_written_beside_a_step(pool, loop, block_ids):
-    store, given = TensorStore(pool), planes(3, seed=2)
+    store, given = TensorStore(pool), caches(3, seed=2)
 
     def move():
         for layer in LAYOUT.layers:
             store.write(layer, block_ids, *(each.to(CUDA) for each in given))
-        views = [plane for layer in LAYOUT.layers for plane in store.read(layer, block_ids)]
+        views = [cache for layer in LAYOUT.layers for cache in store.read(layer, block_ids)]
         return PAYLOAD.checksums(views)
 
     loop(move)

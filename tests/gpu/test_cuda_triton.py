@@ -94,7 +94,7 @@ def test_many_small_weights_of_small_values_add_up(dtype):
     ours = TritonAttention(pool, 1)
     attended = ours.attend(query, 0, ours.plan(batch, None)).cpu().double()
     stored = pool.gather(0, torch.arange(64, device=CUDA))
-    keys, values = (plane.cpu().flatten(0, 1)[:, 0].double() for plane in stored)
+    keys, values = (cache.cpu().flatten(0, 1)[:, 0].double() for cache in stored)
     expected = (keys.sum(1) / 8).softmax(0) @ values  # the query is of ones
     torch.testing.assert_close(attended[0, 0], expected, rtol=0.01, atol=0)
 
@@ -121,10 +121,10 @@ def test_what_is_not_a_number_stays_with_its_request():
     query = torch.randn(len(batch.token_ids), 4, 64, device=CUDA).bfloat16()
     ours = TritonAttention(pool, 4)
     expected = ours.attend(query, 0, ours.plan(batch, None))
-    for planes in (pool.keys(0), pool.values(0)):
-        planes[first.block_ids[-1], 21 - 16 :] = torch.nan
-        planes[second.block_ids[-1], 14:] = torch.nan
-        planes[second.block_ids[-1] + 1 :] = torch.nan
+    for caches in (pool.keys(0), pool.values(0)):
+        caches[first.block_ids[-1], 21 - 16 :] = torch.nan
+        caches[second.block_ids[-1], 14:] = torch.nan
+        caches[second.block_ids[-1] + 1 :] = torch.nan
     assert torch.equal(ours.attend(query, 0, ours.plan(batch, None)), expected)
 
 

@@ -27,9 +27,9 @@ def value_of(token_id, position):
     return token_id.to_bytes(4, "little") + position.to_bytes(4, "little")
 
 
-def next_token(planes):
+def next_token(caches):
     """What follows, by K and V of all tokens in the first layer, then in the next one."""
-    return xxh3_64_intdigest(b"".join(planes)) % VOCAB_SIZE
+    return xxh3_64_intdigest(b"".join(caches)) % VOCAB_SIZE
 
 
 def answer_of(prompt, num_tokens, salt):

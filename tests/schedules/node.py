@@ -60,7 +60,7 @@ class Pool(ByteStore):
 
     def compute(self, share, request_salt, epoch, layer):
         """Writes the KV of a share in one layer, from that of the token before as it lies there."""
-        keys, values = self._planes[layer]
+        keys, values = self._caches[layer]
         position = share.start
         before = self._key(share, position - 1, keys) if position else first_key(request_salt)
         for token_id in share.token_ids:
@@ -74,12 +74,12 @@ class Pool(ByteStore):
         """What follows the last token of a share."""
         num_tokens = share.start + share.num_tokens
         block_ids = share.block_ids[: -(-num_tokens // BLOCK_SIZE)]
-        planes = chain.from_iterable(self.read(layer, block_ids) for layer in LAYOUT.layers)
-        return next_token([bytes(plane[: num_tokens * KEY_BYTES]) for plane in planes])
+        caches = chain.from_iterable(self.read(layer, block_ids) for layer in LAYOUT.layers)
+        return next_token([bytes(cache[: num_tokens * KEY_BYTES]) for cache in caches])
 
     def flip_key(self, share, position, layer):
         """Flips a bit of a token's key."""
-        self._planes[layer][0][self._place(share, position)] ^= 1
+        self._caches[layer][0][self._place(share, position)] ^= 1
 
     def _key(self, share, position, keys):
         start = self._place(share, position)

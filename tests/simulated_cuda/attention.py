@@ -42,7 +42,7 @@ def flash_attention(
         blocks = block_table[row, : -(-length // keys.shape[1])].long()
         attended[start:end] = attend(
             query[start:end].double(),
-            *(planes[blocks].flatten(0, 1)[:length].double() for planes in (keys, values)),
+            *(caches[blocks].flatten(0, 1)[:length].double() for caches in (keys, values)),
             left,
             query.shape[-1] ** -0.5 if scale is None else scale,
         ).to(query.dtype)

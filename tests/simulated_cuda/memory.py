@@ -1,6 +1,6 @@
 """What a simulated device has in use, and when it was used last.
 
-Planes of a KV pool are left out of the latter: two streams may use blocks of one pool, which are not told apart; and so
+Caches of a KV pool are left out of the latter: two streams may use blocks of one pool, which are not told apart; and so
 is what a graph was captured with.
 """
 
@@ -20,8 +20,8 @@ class Memory:
 
     def __init__(self, host_tensor):
         self.num_bytes, self.num_tensors = host_tensor.untyped_storage().nbytes(), 0
-        is_planes = host_tensor.dtype == torch.uint8 and host_tensor.ndim == 3
-        self.is_followed = not is_planes and waiting.capture is None
+        is_caches = host_tensor.dtype == torch.uint8 and host_tensor.ndim == 3
+        self.is_followed = not is_caches and waiting.capture is None
         self.stream = current_stream()  # which may use it anew as soon as it goes
         self.also_of = set()  # numbers of streams that are awaited before
         self.written, self.used = Clock(), Clock()

@@ -44,6 +44,6 @@ def _check_memory(cluster, grids):
     """Each rank's pool holds its stage's layers and its own heads alone: K and V, blocks of 8, heads of 12 floats."""
     for name, (tp_size, pp_size) in grids.items():
         wait_until(lambda name=name, num=tp_size * pp_size: len(cluster.loads()[name].ranks) == num, "all ranks", 180.0)
-        planes = [rank.kv_pool_bytes // (2 * NUM_BLOCKS * 8 * 12 * 4) for rank in cluster.loads()[name].ranks]
+        caches = [rank.kv_pool_bytes // (2 * NUM_BLOCKS * 8 * 12 * 4) for rank in cluster.loads()[name].ranks]
         layers = {1: [NUM_LAYERS], 2: [1, 2]}[pp_size]
-        assert planes == [2 // tp_size * each for each in layers for _ in range(tp_size)]
+        assert caches == [2 // tp_size * each for each in layers for _ in range(tp_size)]

@@ -102,7 +102,7 @@ class Scene:
         outputs = []
         for index, share in enumerate(self.shares):
             blocks = torch.tensor(share.block_ids)
-            keys, values = (plane.flatten(0, 1).double().numpy() for plane in self.pool.gather(LAYER, blocks))
+            keys, values = (cache.flatten(0, 1).double().numpy() for cache in self.pool.gather(LAYER, blocks))
             query = self.query[self.rows(index)].double().numpy()
             outputs.append(attend_in_float64(query, keys, values, share.start, window, softcap=softcap))
         return torch.from_numpy(np.concatenate(outputs))

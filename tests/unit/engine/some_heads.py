@@ -14,44 +14,44 @@ class SomeHeads:
 
     def read(self, layer, block_ids):
         keys, values = (
-            memoryview(b"".join(plane[start:stop] for plane in planes for start, stop in spans))
-            for planes, spans in zip(planes_of(self._whole, layer, block_ids), self._spans(layer), strict=True)
+            memoryview(b"".join(cache[start:stop] for cache in caches for start, stop in spans))
+            for caches, spans in zip(caches_of(self._whole, layer, block_ids), self._spans(layer), strict=True)
         )
         return keys, values
 
     def write(self, layer, block_ids, keys, values):
         merged = []
-        kinds = zip(planes_of(self._whole, layer, block_ids), self._spans(layer), (keys, values), strict=True)
-        for planes, spans, ours in kinds:
-            changed, offset = [bytearray(plane) for plane in planes], 0
-            for plane in changed:
+        kinds = zip(caches_of(self._whole, layer, block_ids), self._spans(layer), (keys, values), strict=True)
+        for caches, spans, ours in kinds:
+            changed, offset = [bytearray(cache) for cache in caches], 0
+            for cache in changed:
                 for start, stop in spans:
-                    plane[start:stop] = ours[offset : offset + stop - start]
+                    cache[start:stop] = ours[offset : offset + stop - start]
                     offset += stop - start
             assert offset == len(ours)
             merged.append(memoryview(b"".join(changed)))
         self._whole.write(layer, block_ids, *merged)
 
     def _spans(self, layer):
-        """Of a plane of the whole, in the order of one of ours: for K and for V."""
-        return [list(spans_of(plane, self._heads)) for plane in self._whole.layout.planes(layer)]
+        """Of a cache of the whole, in the order of one of ours: for K and for V."""
+        return [list(spans_of(cache, self._heads)) for cache in self._whole.layout.cache_shapes(layer)]
 
 
-def spans_of(plane, heads):
-    """Where in a plane these heads lie: for each token the data, then the scales if there are any."""
-    width = plane.width * {"float32": 4, "bfloat16": 2}.get(plane.dtype, 1)
-    for token in range(plane.block_size):
-        start = (token * plane.num_heads + heads.start) * width
+def spans_of(cache, heads):
+    """Where in a cache these heads lie: for each token the data, then the scales if there are any."""
+    width = cache.width * {"float32": 4, "bfloat16": 2}.get(cache.dtype, 1)
+    for token in range(cache.block_size):
+        start = (token * cache.num_heads + heads.start) * width
         yield start, start + len(heads) * width
-    if width and plane.dtype in ("int8", "fp8_e4m3"):
-        scales = plane.block_size * plane.num_heads * width
+    if width and cache.dtype in ("int8", "fp8_e4m3"):
+        scales = cache.block_size * cache.num_heads * width
         yield scales + 4 * heads.start, scales + 4 * heads.stop
 
 
-def planes_of(store, layer, block_ids):
-    """The K plane of each block, and the V planes."""
-    kinds = zip(store.read(layer, block_ids), store.layout.planes(layer), strict=True)
+def caches_of(store, layer, block_ids):
+    """The K cache of each block, and the V caches."""
+    kinds = zip(store.read(layer, block_ids), store.layout.cache_shapes(layer), strict=True)
     return [
-        [bytes(planes[place * plane.num_bytes :][: plane.num_bytes]) for place in range(len(block_ids))]
-        for planes, plane in kinds
+        [bytes(caches[place * cache.num_bytes :][: cache.num_bytes]) for place in range(len(block_ids))]
+        for caches, cache in kinds
     ]

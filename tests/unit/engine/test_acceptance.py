@@ -182,17 +182,17 @@ def test_steps_with_draft_tokens_run_as_one_program(folders, monkeypatch):
         engine.program, "run", lambda batch, *rest: runs.append(len(batch.token_ids)) or run(batch, *rest)
     )
     sampling = SamplingParams(max_tokens=20, temperature=0, logprobs=5, ignore_eos=True)
-    tokens, planes = {}, {}
+    tokens, caches = {}, {}
     for name in ("program", "modules"):
         if name == "modules":
             engine.program = None
         request = Request("r", 0, list(range(9)), 9, sampling)
         engine.step([Work(request, 0, 9, range(10))])
         tokens[name] = engine.step([Work(request, 8, 1, range(10), (1, 2, 3))])
-        planes[name] = [engine.pool.keys(0)[:3].clone(), engine.pool.values(1)[:3].clone()]
+        caches[name] = [engine.pool.keys(0)[:3].clone(), engine.pool.values(1)[:3].clone()]
     assert runs == [4]
     assert tokens["program"] == tokens["modules"]
-    assert all(map(torch.equal, planes["program"], planes["modules"]))
+    assert all(map(torch.equal, caches["program"], caches["modules"]))
 
 
 @pytest.mark.nightly

@@ -58,8 +58,8 @@ def check(backend, sizes, block_size, num_heads, num_kv_heads, window, dtype="fl
     starts = batch.query_starts.tolist()
     for index, share in enumerate(shares):
         rows = slice(starts[index], starts[index + 1])
-        planes = pool.gather(1, torch.tensor(share.block_ids))
-        parts = (query[rows], *(plane.flatten(0, 1) for plane in planes))
+        caches = pool.gather(1, torch.tensor(share.block_ids))
+        parts = (query[rows], *(cache.flatten(0, 1) for cache in caches))
         expected = attend_in_float64(*(part.double().numpy() for part in parts), share.start, window, scale, softcap)
         torch.testing.assert_close(output[rows].double(), torch.from_numpy(expected), rtol=0, atol=1e-5)
     if not pool.layout.is_quantized:
@@ -75,8 +75,8 @@ def spoil(pool, shares):
     for share in shares:
         positions = torch.arange(share.start + share.num_tokens)
         theirs[torch.tensor(share.block_ids)[positions // block_size] * block_size + positions % block_size] = True
-    for plane in (pool.keys(1), pool.values(1)):
-        plane.flatten(0, 1)[~theirs] = torch.nan
+    for cache in (pool.keys(1), pool.values(1)):
+        cache.flatten(0, 1)[~theirs] = torch.nan
 
 
 @pairwise(heads=[(4, 4), (6, 2), (3, 1)], window=[None, 1, 5, 64, 1000], backend=BACKENDS)
@@ -140,9 +140,9 @@ def test_in_tiles_the_bits_of_a_row_depend_on_no_other(block_size, window):
     generator = torch.Generator().manual_seed(0)
     shares, num_blocks = shares_of(sizes, block_size, generator)
     pool = PagedKVPool(KVLayout.uniform(1, 2, HEAD_DIM, block_size, "bfloat16"), num_blocks + 1, CPU)
-    planes = pool.keys(0), pool.values(0)
-    for plane in planes:
-        plane.copy_(torch.randn(plane.shape, generator=generator))
+    caches = pool.keys(0), pool.values(0)
+    for cache in caches:
+        cache.copy_(torch.randn(cache.shape, generator=generator))
     attention = TiledAttention(pool, 6)
     batch = build_batch(shares, block_size, CPU)
     query = torch.randn(len(batch.token_ids), 6, HEAD_DIM, generator=generator).bfloat16()
@@ -152,14 +152,14 @@ def test_in_tiles_the_bits_of_a_row_depend_on_no_other(block_size, window):
     for row in (*range(21), len(query) - 1):
         share = shares[min(row, 21)]
         position = share.start + share.num_tokens - 1
-        kept = [plane.clone() for plane in planes]
-        for plane in planes:
+        kept = [cache.clone() for cache in caches]
+        for cache in caches:
             others = torch.ones(num_blocks + 1, dtype=torch.bool)
             others[share.block_ids] = False
-            plane[others] = torch.nan
-            plane[share.block_ids[position // block_size], position % block_size + 1 :] = torch.nan
+            cache[others] = torch.nan
+            cache[share.block_ids[position // block_size], position % block_size + 1 :] = torch.nan
         only = build_batch([Share([0], position, share.block_ids, samples=True)], block_size, CPU)
         alone = attention.attend(query[row : row + 1], 0, attention.plan(only, window))
         assert torch.equal(alone[0], together[row])
-        for plane, before in zip(planes, kept, strict=True):
-            plane.copy_(before)
+        for cache, before in zip(caches, kept, strict=True):
+            cache.copy_(before)

@@ -84,18 +84,18 @@ def batch_of(shares):
 
 def fill_pool(engine, seed):
     generator = torch.Generator().manual_seed(seed)
-    for planes in planes_of(engine):
-        planes[:NUM_BLOCKS] = torch.randn(planes[:NUM_BLOCKS].shape, generator=generator)
+    for caches in caches_of(engine):
+        caches[:NUM_BLOCKS] = torch.randn(caches[:NUM_BLOCKS].shape, generator=generator)
 
 
-def planes_of(engine):
+def caches_of(engine):
     layers = range(engine.layout.num_layers)
-    return [plane for layer in layers for plane in (engine.pool.keys(layer), engine.pool.values(layer))]
+    return [cache for layer in layers for cache in (engine.pool.keys(layer), engine.pool.values(layer))]
 
 
 def requests_blocks(engine):
     """Copies of the blocks that requests own."""
-    return [plane[:NUM_BLOCKS].clone() for plane in planes_of(engine)]
+    return [cache[:NUM_BLOCKS].clone() for cache in caches_of(engine)]
 
 
 @torch.inference_mode()

@@ -157,8 +157,8 @@ def test_kv_read_from_one_engine_and_written_into_another_goes_on_as_if_it_had_s
     request = Request("moved", 0, list(prompt), len(prompt), greedy(8, ignore_eos=True))
     tokens = prefill.step([Work(request, 0, len(prompt), [3, 1, 4, 5, 9])])
     for layer in range(prefill.layout.num_layers):
-        planes = prefill.pool.read(layer, [3, 1, 4, 5, 9])
-        decode.pool.write(layer, [20, 21, 22, 40, 2], *planes)
+        caches = prefill.pool.read(layer, [3, 1, 4, 5, 9])
+        decode.pool.write(layer, [20, 21, 22, 40, 2], *caches)
     for _ in range(7):
         request.token_ids.append(tokens[-1].token_id)
         work = Work(request, len(request.token_ids) - 1, 1, [20, 21, 22, 40, 2, 7, 8])

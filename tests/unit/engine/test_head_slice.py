@@ -18,27 +18,27 @@ NUM_BLOCKS = 9
 
 
 def random_pool(dtype, num_kv_heads, seed=0, num_layers=2):
-    """A pool of random bytes, and the same bytes as [layers, 2, num_blocks, plane_bytes]."""
+    """A pool of random bytes, and the same bytes as [layers, 2, num_blocks, cache_bytes]."""
     layout = KVLayout.uniform(num_layers, num_kv_heads, 4, 3, dtype)
     pool = PagedKVPool(layout, NUM_BLOCKS, CPU)
-    shape = (num_layers, 2, NUM_BLOCKS, layout.plane.num_bytes)
+    shape = (num_layers, 2, NUM_BLOCKS, layout.cache_shape.num_bytes)
     raw = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
     for layer in range(num_layers):
-        pool.write(layer, range(NUM_BLOCKS), *(memoryview(planes.tobytes()) for planes in raw[layer]))
+        pool.write(layer, range(NUM_BLOCKS), *(memoryview(caches.tobytes()) for caches in raw[layer]))
     return pool, raw
 
 
-def some_heads(plane, layout, heads):
-    """The bytes of these heads of one plane, one head of one token at a time."""
+def some_heads(cache, layout, heads):
+    """The bytes of these heads of one cache, one head of one token at a time."""
     size = layout.head_dim * {"float32": 4, "bfloat16": 2}.get(layout.dtype, 1)
     parts = []
     for token in range(layout.block_size):
         for head in heads:
             start = (token * layout.num_kv_heads + head) * size
-            parts.append(plane[start : start + size])
+            parts.append(cache[start : start + size])
     if layout.dtype in ("int8", "fp8_e4m3"):
         first_scale = layout.block_size * layout.num_kv_heads * size
-        parts += [plane[first_scale + 4 * head : first_scale + 4 * head + 4] for head in heads]
+        parts += [cache[first_scale + 4 * head : first_scale + 4 * head + 4] for head in heads]
     return b"".join(part.tobytes() for part in parts)
 
 
@@ -57,11 +57,11 @@ def test_any_slices_read_their_heads_and_put_together_the_whole(dtype, sizes, bl
     for start, stop in itertools.pairwise(bounds):
         heads = range(start, stop)
         mine = source.heads(heads)
-        planes = mine.read(1, block_ids)
+        caches = mine.read(1, block_ids)
         expected = [some_heads(raw[1, kind, block], source.layout, heads) for kind in (0, 1) for block in block_ids]
-        assert b"".join(planes) == b"".join(expected)
-        assert [len(kind) for kind in planes] == [len(block_ids) * mine.layout.plane.num_bytes] * 2
-        target.heads(heads).write(1, block_ids, *planes)
+        assert b"".join(caches) == b"".join(expected)
+        assert [len(kind) for kind in caches] == [len(block_ids) * mine.layout.cache_shape.num_bytes] * 2
+        target.heads(heads).write(1, block_ids, *caches)
     after = np.frombuffer(b"".join(target.read(1, range(NUM_BLOCKS))), np.uint8).reshape(before[1].shape)
     others = [block for block in range(NUM_BLOCKS) if block not in block_ids]
     assert np.array_equal(after[:, block_ids], raw[1][:, block_ids])
@@ -73,14 +73,14 @@ def test_any_slices_read_their_heads_and_put_together_the_whole(dtype, sizes, bl
 def test_heads_whose_scales_together_are_as_wide_as_a_word(dtype):
     layout = KVLayout.uniform(1, 4, 64, 16, dtype)
     pool = PagedKVPool(layout, 3, CPU)
-    raw = np.random.default_rng(0).integers(0, 256, (2, 3, layout.plane.num_bytes), np.uint8)
-    pool.write(0, range(3), *(memoryview(planes.tobytes()) for planes in raw))
+    raw = np.random.default_rng(0).integers(0, 256, (2, 3, layout.cache_shape.num_bytes), np.uint8)
+    pool.write(0, range(3), *(memoryview(caches.tobytes()) for caches in raw))
     for heads in (range(2), range(2, 4), range(1, 3)):
         some = pool.heads(heads).read(0, [2, 0])
-        for planes, ours in zip(raw, some, strict=True):
-            assert bytes(ours) == b"".join(some_heads(planes[block], layout, heads) for block in (2, 0))
+        for caches, ours in zip(raw, some, strict=True):
+            assert bytes(ours) == b"".join(some_heads(caches[block], layout, heads) for block in (2, 0))
         pool.heads(heads).write(0, [2, 0], *some)
-    assert [bytes(planes) for planes in pool.read(0, range(3))] == [planes.tobytes() for planes in raw]
+    assert [bytes(caches) for caches in pool.read(0, range(3))] == [caches.tobytes() for caches in raw]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,7 +88,7 @@ def test_writing_a_slice_leaves_the_other_heads_alone(dtype):
     pool, raw = random_pool(dtype, 5)
     layout = pool.layout
     mine = pool.heads(range(1, 3))
-    mine.write(0, [4, 2], *[memoryview(bytes(2 * mine.layout.plane.num_bytes))] * 2)
+    mine.write(0, [4, 2], *[memoryview(bytes(2 * mine.layout.cache_shape.num_bytes))] * 2)
     after = np.frombuffer(b"".join(pool.read(0, range(NUM_BLOCKS))), np.uint8).reshape(raw[0].shape)
     for kind in (0, 1):
         for block in range(NUM_BLOCKS):
@@ -146,7 +146,7 @@ def test_tensors_hold_the_bytes_of_the_buffers(dtype, block_ids):
         assert all(tensor.dtype == torch.uint8 and tensor.dim() == 1 for tensor in tensors)
         target, _ = random_pool(dtype, 3, seed=1)
         other = target.heads(range(1, 3)) if store is not pool else target
-        received = [torch.cat([torch.zeros(1, dtype=torch.uint8), planes])[1:] for planes in tensors]
+        received = [torch.cat([torch.zeros(1, dtype=torch.uint8), caches])[1:] for caches in tensors]
         other.write_tensors(1, block_ids, *received)  # which do not start on a multiple of anything
         assert b"".join(other.read(1, block_ids)) == b"".join(buffers)
 
@@ -156,15 +156,15 @@ def test_tensors_of_a_pool_are_views_of_it():
     for tensor in pool.read_tensors(0, [4, 5]):
         tensor.zero_()
     assert not any(b"".join(pool.read(0, [4, 5])))
-    assert all(any(plane) for plane in pool.read(0, [3, 6]))
+    assert all(any(cache) for cache in pool.read(0, [3, 6]))
 
 
 @pytest.mark.parametrize("extra", [-1, 1])
 def test_bytes_of_another_length_are_refused(extra):
     pool, raw = random_pool("int8", 3)
     for store in (pool, pool.heads(range(2))):
-        expected = 2 * store.layout.plane.num_bytes
-        refusal = f"{expected} and {expected + extra} bytes for 2 planes of K and V, not {expected} and {expected}"
+        expected = 2 * store.layout.cache_shape.num_bytes
+        refusal = f"{expected} and {expected + extra} bytes for 2 blocks of K and V, not {expected} and {expected}"
         buffers = [memoryview(bytes(length)) for length in (expected, expected + extra)]
         with pytest.raises(ValueError, match=refusal):
             store.write(0, [1, 2], *buffers)

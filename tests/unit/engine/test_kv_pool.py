@@ -21,15 +21,15 @@ def filled_pool(dtype="bfloat16", num_blocks=10):
     return pool
 
 
-def plane(tensor, block):
+def cache(tensor, block):
     return tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
 
 
 @for_each(dtype=["float32", "bfloat16", "float16"], block_ids=[[3], [2, 3, 4], [4, 3, 2], [7, 8, 1, 2, 3, 0], []])
-def test_read_gives_the_k_planes_and_the_v_planes_in_order(dtype, block_ids):
+def test_read_gives_the_k_planes_and_the_v_caches_in_order(dtype, block_ids):
     pool = filled_pool(dtype)
     for buffer, tensor in zip(pool.read(1, block_ids), (pool.keys(1), pool.values(1)), strict=True):
-        assert bytes(buffer) == b"".join(plane(tensor, block) for block in block_ids)
+        assert bytes(buffer) == b"".join(cache(tensor, block) for block in block_ids)
         assert buffer.readonly
 
 
@@ -70,9 +70,9 @@ def test_write_is_the_inverse_of_read(block_ids):
 def test_write_of_another_length_is_refused(lengths):
     pool = filled_pool()
     before = pool.keys(0).clone()
-    expected = 2 * pool.layout.plane.num_bytes
+    expected = 2 * pool.layout.cache_shape.num_bytes
     keys, values = (expected + extra for extra in lengths)
-    refusal = f"{keys} and {values} bytes for 2 planes of K and V, not {expected} and {expected}"
+    refusal = f"{keys} and {values} bytes for 2 blocks of K and V, not {expected} and {expected}"
     with pytest.raises(ValueError, match=refusal):
         pool.write(0, [1, 2], memoryview(bytes(keys)), memoryview(bytes(values)))
     assert torch.equal(pool.keys(0), before)

@@ -198,7 +198,7 @@ def test_the_bits_of_a_prompt_do_not_depend_on_how_it_is_cut(variant, dtype, com
     if native_library().kernel(variant, dtype, str(compute_dtype or dtype).removeprefix("torch.")) is None:
         pytest.skip(f"{variant} does not compute {dtype}")
     if compute_dtype is not None:
-        block_size = 16  # quantized planes are multiples of 4 bytes
+        block_size = 16  # quantized caches are multiples of 4 bytes
     scene = Scene([(0, 600)], num_heads, num_kv_heads, head_dim, block_size, dtype, compute_dtype)
     whole = attend(scene, window, variant, softcap)
     attention = NativeAttention(scene.pool, num_heads, variant, softcap=softcap)

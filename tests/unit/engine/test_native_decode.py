@@ -84,13 +84,13 @@ def fill_once(pool):
     generator = torch.Generator().manual_seed(0)
     if not pool.keys(0).any():
         for layer in range(pool.layout.num_layers):
-            for planes in (pool.keys(layer), pool.values(layer)):
-                planes.copy_(torch.randn(planes.shape, generator=generator))
+            for caches in (pool.keys(layer), pool.values(layer)):
+                caches.copy_(torch.randn(caches.shape, generator=generator))
 
 
 def pool_of(engine):
     layers = range(engine.layout.num_layers)
-    return [planes.clone() for layer in layers for planes in (engine.pool.keys(layer), engine.pool.values(layer))]
+    return [caches.clone() for layer in layers for caches in (engine.pool.keys(layer), engine.pool.values(layer))]
 
 
 @torch.inference_mode()
@@ -109,8 +109,8 @@ def check_equal(engine, batch, counts=(1, 3)):
         assert torch.equal(tokens, expected.argmax(-1))
 
 
-def restore(engine, planes):
-    saved = iter(planes)
+def restore(engine, caches):
+    saved = iter(caches)
     for layer in range(engine.layout.num_layers):
         engine.pool.keys(layer).copy_(next(saved))
         engine.pool.values(layer).copy_(next(saved))

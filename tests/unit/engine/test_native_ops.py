@@ -248,7 +248,7 @@ class Heads:
         queries = ops.rotate_and_store(
             self.heads[rows].clone(), rotation, KVSlots(pool, 1, self.slots[rows]), self.norms
         )
-        assert not any(plane.any() for plane in pool.read_tensors(0, range(self._num_blocks)))
+        assert not any(cache.any() for cache in pool.read_tensors(0, range(self._num_blocks)))
         return (queries, *pool.gather(1, torch.arange(self._num_blocks)))
 
 

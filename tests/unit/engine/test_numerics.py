@@ -33,7 +33,7 @@ def blocks(engine, prompts, max_tokens=20):
     run_all(engine, [turn], greedy(max_tokens, ignore_eos=True), allocator=allocator)
     layers = range(engine.layout.num_layers)
     return {
-        name: torch.cat([planes for layer in layers for planes in engine.pool.read_tensors(layer, [block])])
+        name: torch.cat([caches for layer in layers for caches in engine.pool.read_tensors(layer, [block])])
         for name, block in allocator.blocks_by_name.items()
     }
 

@@ -37,17 +37,17 @@ def step(dtype, magnitude, scale):
     return 2.0 ** (np.floor(np.log2(in_scales)) - 3) * scale
 
 
-def planes_of(pool, block, layer=0):
+def caches_of(pool, block, layer=0):
     """Data [2, block_size, heads, head_dim] uint8 and scales [2, heads] of a block, cut out of its bytes."""
     layout = pool.layout
-    raw = np.frombuffer(b"".join(pool.read(layer, [block])), np.uint8).reshape(2, layout.plane.num_bytes)
+    raw = np.frombuffer(b"".join(pool.read(layer, [block])), np.uint8).reshape(2, layout.cache_shape.num_bytes)
     num_data = layout.block_size * layout.num_kv_heads * layout.head_dim
     data = raw[:, :num_data].reshape(2, layout.block_size, layout.num_kv_heads, layout.head_dim)
     return data, raw[:, num_data:].copy().view(np.float32)
 
 
 def gathered(pool, blocks, layer=0):
-    return np.stack([plane.double().numpy() for plane in pool.gather(layer, torch.tensor(blocks))])
+    return np.stack([cache.double().numpy() for cache in pool.gather(layer, torch.tensor(blocks))])
 
 
 def random_tokens(num_tokens, layout, seed=0, spread=1.0):
@@ -68,8 +68,8 @@ def test_every_byte_reads_as_the_number_it_stands_for(dtype):
     pool = PagedKVPool(layout, 1, CPU)
     every_byte = bytes(range(256))
     scales = np.array([0.5, 3.0, 0.25, 7.0], np.float32).tobytes()
-    plane_k, plane_v = every_byte * 2 + scales[:8], every_byte[::-1] * 2 + scales[8:]
-    pool.write(0, [0], memoryview(plane_k), memoryview(plane_v))
+    cache_k, cache_v = every_byte * 2 + scales[:8], every_byte[::-1] * 2 + scales[8:]
+    pool.write(0, [0], memoryview(cache_k), memoryview(cache_v))
     keys, values = gathered(pool, [0])
     table = numbers(dtype)
     finite = ~np.isnan(table)
@@ -91,7 +91,7 @@ def test_a_prompt_is_rounded_to_the_nearest_number_of_its_block_and_head(dtype, 
     store(pool, [blocks[at // 4] * 4 + at % 4 for at in range(10)], tokens, layer=1)
     for index, block in enumerate(blocks):
         mine = tokens[:, index * 4 : index * 4 + 4].astype(np.float64)
-        data, scales = planes_of(pool, block, layer=1)
+        data, scales = caches_of(pool, block, layer=1)
         expected_scales = np.abs(mine).max(axis=(1, 3)) / LARGEST[dtype]
         np.testing.assert_allclose(scales, expected_scales, rtol=1e-6)
         restored = numbers(dtype)[data][:, : mine.shape[1]] * scales[:, None, :, None].astype(np.float64)
@@ -121,7 +121,7 @@ def test_any_chunks_lose_at_most_half_a_step_for_each_growth(cuts, dtype, seed):
         end = start + length
         store(pool, list(range(start, end)), tokens[:, start:end])
         for block in range(start // 4, -(-end // 4)):
-            _, new = planes_of(pool, block)
+            _, new = caches_of(pool, block)
             held = tokens[:, block * 4 : min(end, block * 4 + 4)]
             np.testing.assert_allclose(new, np.abs(held).max(axis=(1, 3)) / LARGEST[dtype], rtol=1e-6)
             grew = (new > scales[:, block]) | (scales[:, block] == 0)
@@ -155,10 +155,10 @@ def test_smaller_tokens_leave_the_bytes_of_earlier_ones_alone(dtype):
     tokens = random_tokens(8, layout)
     tokens[:, 0] *= 100
     store(pool, [0, 1, 2], tokens[:, :3])
-    before, scales = planes_of(pool, 0)
+    before, scales = caches_of(pool, 0)
     for offset in range(3, 8):
         store(pool, [offset], tokens[:, offset : offset + 1])
-    after, scales_after = planes_of(pool, 0)
+    after, scales_after = caches_of(pool, 0)
     assert np.array_equal(after[:, :3], before[:, :3])
     assert np.array_equal(scales_after, scales)
 
@@ -173,7 +173,7 @@ def test_a_block_in_its_second_life_is_as_good_as_new(dtype):
         store(pool, [4, 5], small[:, :2])
         store(pool, [6], small[:, 2:])
     assert np.array_equal(gathered(used, [1])[:, :, :3], gathered(fresh, [1])[:, :, :3])
-    assert np.array_equal(planes_of(used, 1)[1], planes_of(fresh, 1)[1])
+    assert np.array_equal(caches_of(used, 1)[1], caches_of(fresh, 1)[1])
     assert np.abs(gathered(used, [0])).max() > 100
 
 
@@ -211,7 +211,7 @@ def test_nothing_or_almost_nothing_is_stored_as_zero_and_grows_later(dtype, tiny
     tokens[:, :2] = tiny
     store(pool, [0, 1], tokens[:, :2])
     assert np.abs(gathered(pool, [0])).max() <= tiny
-    assert not planes_of(pool, 0)[0].any()
+    assert not caches_of(pool, 0)[0].any()
     store(pool, [2, 3], tokens[:, 2:])
     assert np.abs(gathered(pool, [0])[:, 0, :2]).max() == 0
     np.testing.assert_allclose(gathered(pool, [0])[:, 0, 2:], tokens[:, 2:], atol=np.abs(tokens).max() / 16)
@@ -241,9 +241,9 @@ def test_slots_that_come_again_in_another_tensor_are_looked_at_anew():
         tensor = torch.tensor(slots)
         for layer in range(2):
             pool.store(layer, tensor, *torch.from_numpy(tokens))
-    planes = [b"".join(pool.read(layer, [block])) for layer in range(2) for block in range(2)]
-    assert len(set(planes)) == 1
-    assert any(planes[0])
+    caches = [b"".join(pool.read(layer, [block])) for layer in range(2) for block in range(2)]
+    assert len(set(caches)) == 1
+    assert any(caches[0])
 
 
 def test_blocks_whose_scales_would_not_be_aligned_are_refused_with_their_sizes():
@@ -269,12 +269,12 @@ def test_steps_that_are_known_to_go_to_blocks_of_their_own_leave_the_same_bytes(
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
-def test_planes_as_they_are_stored_are_numbers_and_scales(dtype):
+def test_caches_as_they_are_stored_are_numbers_and_scales(dtype):
     layout = KVLayout.uniform(1, 3, 16, 8, dtype)
     pool = PagedKVPool(layout, 4, CPU)
     store(pool, range(5, 29), random_tokens(24, layout))
-    for planes, expected in zip(pool.scaled_planes(0), gathered(pool, range(4)), strict=True):
-        values = planes.numbers.float() * (1 if dtype == "float32" else planes.scales[:, None, :, None])
+    for caches, expected in zip(pool.scaled_caches(0), gathered(pool, range(4)), strict=True):
+        values = caches.numbers.float() * (1 if dtype == "float32" else caches.scales[:, None, :, None])
         np.testing.assert_allclose(values.numpy(), expected, rtol=1e-6, atol=1e-12)
     pool.clear(0, 4)
     assert not gathered(pool, range(4)).any()

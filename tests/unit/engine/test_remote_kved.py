@@ -60,8 +60,8 @@ def move_tiles(scene, variant, sizes):
         remote_kvs.append(PoolRemoteKV(NativeAttention(pool, scene.num_heads, variant), num_tiles, there))
         at += len(moved)
     for block in own[:at]:
-        for plane in (scene.pool.keys(LAYER), scene.pool.values(LAYER)):
-            plane[block] = float("nan")
+        for cache in (scene.pool.keys(LAYER), scene.pool.values(LAYER)):
+            cache[block] = float("nan")
     return remote_kvs
 
 

@@ -31,20 +31,20 @@ def filled_pool(layout=LAYOUT):
     pool = PagedKVPool(layout, NUM_BLOCKS, torch.device("cpu"))
     generator = torch.Generator().manual_seed(7)
     for layer in layout.layers:
-        sizes = [NUM_BLOCKS * each for each in layout.plane_bytes(layer)]
-        planes = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
-        pool.write_tensors(layer, range(NUM_BLOCKS), *planes)
+        sizes = [NUM_BLOCKS * each for each in layout.cache_bytes(layer)]
+        caches = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
+        pool.write_tensors(layer, range(NUM_BLOCKS), *caches)
     return pool
 
 
 def content(pool, block_id):
-    return [bytes(plane) for layer in pool.layout.layers for plane in pool.read(layer, [block_id])]
+    return [bytes(cache) for layer in pool.layout.layers for cache in pool.read(layer, [block_id])]
 
 
 def wipe(pool):
     for layer in pool.layout.layers:
-        planes = [torch.zeros(NUM_BLOCKS * each, dtype=torch.uint8) for each in pool.layout.plane_bytes(layer)]
-        pool.write_tensors(layer, range(NUM_BLOCKS), *planes)
+        caches = [torch.zeros(NUM_BLOCKS * each, dtype=torch.uint8) for each in pool.layout.cache_bytes(layer)]
+        pool.write_tensors(layer, range(NUM_BLOCKS), *caches)
 
 
 async def load(store, slots, block_ids):

@@ -32,12 +32,12 @@ def uneven_pool(dtype):
 
 
 def random_pool(dtype, seed=0):
-    """A pool of random bytes, and the same bytes: for each layer K and V as [num_blocks, bytes of a plane]."""
+    """A pool of random bytes, and the same bytes: for each layer K and V as [num_blocks, bytes of a cache]."""
     pool, generator, raw = uneven_pool(dtype), np.random.default_rng(seed), {}
     for layer in LAYERS:
-        sizes = [(NUM_BLOCKS, plane.num_bytes) for plane in pool.layout.planes(layer)]
+        sizes = [(NUM_BLOCKS, cache.num_bytes) for cache in pool.layout.cache_shapes(layer)]
         raw[layer] = [generator.integers(0, 256, size, np.uint8) for size in sizes]
-        pool.write(layer, range(NUM_BLOCKS), *(memoryview(planes.tobytes()) for planes in raw[layer]))
+        pool.write(layer, range(NUM_BLOCKS), *(memoryview(caches.tobytes()) for caches in raw[layer]))
     return pool, raw
 
 
@@ -86,9 +86,9 @@ def test_blocks_are_read_and_written_as_bytes_and_as_tensors(dtype, block_ids):
     pool, raw = random_pool(dtype)
     (by_bytes, before), (by_tensors, _) = random_pool(dtype, seed=1), random_pool(dtype, seed=1)
     for layer in LAYERS:
-        planes = pool.read(layer, block_ids)
-        assert [bytes(kind) for kind in planes] == [kind[block_ids].tobytes() for kind in raw[layer]]
-        by_bytes.write(layer, block_ids, *planes)
+        caches = pool.read(layer, block_ids)
+        assert [bytes(kind) for kind in caches] == [kind[block_ids].tobytes() for kind in raw[layer]]
+        by_bytes.write(layer, block_ids, *caches)
         by_tensors.write_tensors(layer, block_ids, *pool.read_tensors(layer, block_ids))
         for kind in (0, 1):
             before[layer][kind][block_ids] = raw[layer][kind][block_ids]
@@ -104,12 +104,12 @@ def test_slices_of_heads_read_their_share_of_every_layer_and_put_together_the_wh
         ours, theirs = source.heads(heads), target.heads(heads)
         assert ours.layout == source.layout.with_heads(len(heads))
         for layer in LAYERS:
-            planes = ours.read(layer, block_ids)
-            for kind, plane, read in zip(raw[layer], source.layout.planes(layer), planes, strict=True):
-                spans = list(spans_of(plane, heads))
+            caches = ours.read(layer, block_ids)
+            for kind, cache, read in zip(raw[layer], source.layout.cache_shapes(layer), caches, strict=True):
+                spans = list(spans_of(cache, heads))
                 cut = [kind[block][start:stop].tobytes() for block in block_ids for start, stop in spans]
                 assert bytes(read) == b"".join(cut)
-            theirs.write(layer, block_ids, *planes)
+            theirs.write(layer, block_ids, *caches)
     for layer in LAYERS:
         for kind in (0, 1):
             before[layer][kind][block_ids] = raw[layer][kind][block_ids]
@@ -117,12 +117,12 @@ def test_slices_of_heads_read_their_share_of_every_layer_and_put_together_the_wh
 
 
 @pytest.mark.parametrize("heads", [range(NUM_HEADS), range(1, 3)])
-def test_planes_of_another_layer_are_refused_with_both_sizes(heads):
+def test_caches_of_another_layer_are_refused_with_both_sizes(heads):
     pool, raw = random_pool("float32")
     store = pool.heads(heads)
-    keys, values = (2 * plane.num_bytes for plane in store.layout.planes(6))
-    expected = 2 * store.layout.planes(7)[0].num_bytes
-    with pytest.raises(ValueError, match=f"{keys} and {values} bytes for 2 planes of K and V, not {expected} and 0"):
+    keys, values = (2 * cache.num_bytes for cache in store.layout.cache_shapes(6))
+    expected = 2 * store.layout.cache_shapes(7)[0].num_bytes
+    with pytest.raises(ValueError, match=f"{keys} and {values} bytes for 2 blocks of K and V, not {expected} and 0"):
         store.write(7, [1, 2], *store.read(6, [1, 2]))
     assert bytes(pool.read(7, range(NUM_BLOCKS))[0]) == raw[7][0].tobytes()
 

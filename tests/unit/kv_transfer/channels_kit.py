@@ -12,7 +12,7 @@ from kv_transfer.ends.sender import KVSender, Sent
 from kv_transfer.plan import Grid, holdings, plan_nodes
 from serving_core import reasons
 from serving_core.layout import KVLayout
-from tests.unit.engine.some_heads import planes_of
+from tests.unit.engine.some_heads import caches_of
 from tests.unit.kv_transfer.transfer_kit import PATIENCE_S, ByteStore, Once, epochs
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=4, block_size=2, dtype="float32")
@@ -22,13 +22,13 @@ SOURCE_IDS, TARGET_IDS = [4, 0, 1, 5, 3], [6, 2, 3, 1, 0]  # of pools of 6 and 8
 CANCELLED_BY_SENDER = TransferFailed(reasons.TRANSFER_FAILED, "the sender's node cancelled the transfer")
 
 
-def cut_planes(store, layer, block_id, heads):
-    """The K and V plane of a block, these heads alone: worked out token by token, apart from the stores' own code."""
+def cut_caches(store, layer, block_id, heads):
+    """The K and V cache of a block, these heads alone: worked out token by token, apart from the stores' own code."""
     layout = store.layout
     cut = []
-    for (data,), plane in zip(planes_of(store, layer, [block_id]), layout.planes(layer), strict=True):
+    for (data,), cache in zip(caches_of(store, layer, [block_id]), layout.cache_shapes(layer), strict=True):
         num_columns = layout.block_size * layout.num_kv_heads
-        size = plane.width * {"float32": 4, "bfloat16": 2}.get(layout.dtype, 1)
+        size = cache.width * {"float32": 4, "bfloat16": 2}.get(layout.dtype, 1)
         columns = [data[place * size :][:size] for place in range(num_columns)]
         scales = [data[start : start + 4] for start in range(num_columns * size, len(data), 4)]
         parts = [column for place, column in enumerate(columns) if place % layout.num_kv_heads in heads]
@@ -44,7 +44,7 @@ def sliced(whole, tp_size, pp_size=1):
         store = ByteStore(whole.layout.with_layers(held.layers).with_heads(len(held.heads)), whole.num_blocks)
         for layer in held.layers:
             for block_id in range(whole.num_blocks):
-                store.write(layer, [block_id], *cut_planes(whole, layer, block_id, held.heads))
+                store.write(layer, [block_id], *cut_caches(whole, layer, block_id, held.heads))
         stores.append(store)
     return stores
 

@@ -206,7 +206,7 @@ def _flipping(host, *, send):
     """Return remote KV of one tile, over a connection on which a bit of the next header's layer flips one way."""
     connection = _connect(host)
     for layer in LAYOUT.layers:
-        tell(connection, Kind.PUT, bytes(sum(LAYOUT.plane_bytes(layer)) * TILE // LAYOUT.block_size), layer=layer)
+        tell(connection, Kind.PUT, bytes(sum(LAYOUT.cache_bytes(layer)) * TILE // LAYOUT.block_size), layer=layer)
         hear_answer(connection, Kind.PUT, layer=layer)
     return RemoteKV(host.address, _FlippingConnection(connection, send=send), 1, **SIZES)
 
@@ -248,7 +248,7 @@ class _FlippingConnection:
 
 
 def test_damaged_bytes_are_noticed(host, hosting):
-    sizes = [each * 4 for each in LAYOUT.plane_bytes(0)]
+    sizes = [each * 4 for each in LAYOUT.cache_bytes(0)]
     with _connect(host) as connection:
         taken, kept = socket.socketpair()
         with taken, kept:

@@ -133,12 +133,12 @@ def test_messages_that_make_no_sense_are_counted_and_harm_nobody(fabric, stores)
             descriptor = grant(receiver, range(4), received, epoch=1)
             (end,) = descriptor.ends
             stranger = Stranger(fabric, end.address)
-            header, planes = crafted(source, end, range(4))
+            header, caches = crafted(source, end, range(4))
             senseless = [b"", b"\0" * 64, rng.randbytes(100), rng.randbytes(70_000), wire.encode(header)[:-1]]
             senseless.append(wire.encode(wire.Committed(end.transfer_id, 1)))
             for odd in senseless:
-                await stranger.send(odd, planes)
-            for frames in ([], [planes[:-1]], [planes, b"x"], [planes[:5]] * 3):
+                await stranger.send(odd, caches)
+            for frames in ([], [caches[:-1]], [caches, b"x"], [caches[:5]] * 3):
                 await stranger.send(wire.encode(header), *frames)
             await until(lambda: receiver.num_messages == len(senseless) + 4)
             assert receiver.num_malformed == len(senseless)

@@ -70,9 +70,9 @@ def murmur_finish(word):
     return word ^ (word >> np.uint32(16))
 
 
-def expected_checksum(key_plane, value_plane):
-    planes = [plane + bytes(-len(plane) % 4) for plane in (key_plane, value_plane)]
-    words = np.frombuffer(b"".join(planes), dtype="<u4")
+def expected_checksum(key_cache, value_cache):
+    caches = [cache + bytes(-len(cache) % 4) for cache in (key_cache, value_cache)]
+    words = np.frombuffer(b"".join(caches), dtype="<u4")
     total = 0
     for place, word in enumerate(words):
         total += int(murmur_finish((int(word) + place * 0x9E3779B9) & 0xFFFFFFFF))

@@ -30,7 +30,7 @@ from tests.unit.kv_transfer.transfer_kit import (
 
 WIDTHS = (Widths(4, 4), Widths(12, 8), Widths(20, 0), Widths(4, 12), Widths(4, 4))
 LATENT = (Widths(20, 0),) * 4
-LARGE = (Widths(640, 512), Widths(576, 0), Widths(64, 64))  # planes that are frames of their own
+LARGE = (Widths(640, 512), Widths(576, 0), Widths(64, 64))  # caches that are frames of their own
 FIRST = 5
 
 

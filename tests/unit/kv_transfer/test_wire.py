@@ -170,19 +170,19 @@ def test_gather_copies_short_views_and_leaves_long_ones(monkeypatch):
     assert all(any(frame is view for view in views) for frame in frames if len(frame) > 4)
 
 
-def test_the_checksum_is_xxh3_of_the_v_planes_seeded_with_that_of_the_k_planes():
+def test_the_checksum_is_xxh3_of_the_v_caches_seeded_with_that_of_the_k_caches():
     keys, values = ByteStore(LAYOUT, 8, seed=1).read(2, [7, 2, 0, 5])
     seed = xxhash.xxh3_64(bytes(keys)).intdigest()
     assert HOST.checksum(keys, values) == xxhash.xxh3_64(bytes(values), seed=seed).intdigest()
 
 
 @given(st.binary(min_size=1, max_size=300), st.binary(min_size=1, max_size=300), st.data())
-def test_a_changed_bit_and_swapped_planes_change_the_checksum(keys, values, data):
+def test_a_changed_bit_and_swapped_caches_change_the_checksum(keys, values, data):
     checksum = HOST.checksum(memoryview(keys), memoryview(values))
     spoilt = bytearray(keys + values)
     spoilt[data.draw(st.integers(0, len(spoilt) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    planes = memoryview(spoilt)
-    assert HOST.checksum(planes[: len(keys)], planes[len(keys) :]) != checksum
+    caches = memoryview(spoilt)
+    assert HOST.checksum(caches[: len(keys)], caches[len(keys) :]) != checksum
     assert keys == values or HOST.checksum(memoryview(values), memoryview(keys)) != checksum
 
 

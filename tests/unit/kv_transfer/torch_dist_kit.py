@@ -46,9 +46,9 @@ def tensor_store(layout, num_blocks, seed=None, device=CPU):
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         for layer in layout.layers:
-            sizes = [num_blocks * plane.num_bytes for plane in layout.planes(layer)]
-            planes = (torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes)
-            pool.write_tensors(layer, range(num_blocks), *(plane.to(device) for plane in planes))
+            sizes = [num_blocks * cache.num_bytes for cache in layout.cache_shapes(layer)]
+            caches = (torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes)
+            pool.write_tensors(layer, range(num_blocks), *(cache.to(device) for cache in caches))
     return TensorStore(pool)
 
 

@@ -84,8 +84,10 @@ class ByteStore:
         self.layout = layout
         self.num_blocks = num_blocks
         fill = bytes if seed is None else random.Random(seed).randbytes
-        self._block_bytes = {layer: [plane.num_bytes for plane in layout.planes(layer)] for layer in layout.layers}
-        self._planes = {
+        self._block_bytes = {
+            layer: [cache.num_bytes for cache in layout.cache_shapes(layer)] for layer in layout.layers
+        }
+        self._caches = {
             layer: [bytearray(fill(num_blocks * num_bytes)) for num_bytes in sizes]
             for layer, sizes in self._block_bytes.items()
         }
@@ -101,11 +103,11 @@ class ByteStore:
         return memoryview(b"".join(keys)), memoryview(b"".join(values))
 
     def write(self, layer, block_ids, keys, values):
-        for (ours, spans), planes in zip(self._kinds(layer, block_ids), (keys, values), strict=True):
-            assert len(planes) == sum(stop - start for start, stop in spans)
+        for (ours, spans), caches in zip(self._kinds(layer, block_ids), (keys, values), strict=True):
+            assert len(caches) == sum(stop - start for start, stop in spans)
             offset = 0
             for start, stop in spans:
-                ours[start:stop] = planes[offset : offset + stop - start]
+                ours[start:stop] = caches[offset : offset + stop - start]
                 offset += stop - start
 
     def heads(self, heads):
@@ -119,24 +121,24 @@ class ByteStore:
     def is_held(self):
         """Whether anybody holds a view of its bytes."""
         try:
-            for plane in itertools.chain(*self._planes.values()):
-                plane.append(0)
-                plane.pop()
+            for cache in itertools.chain(*self._caches.values()):
+                cache.append(0)
+                cache.pop()
         except BufferError:
             return True
         return False
 
     def flip(self, layer, block_id):
         """Flips a bit of a block."""
-        self._planes[layer][0][block_id * self._block_bytes[layer][0]] ^= 1
+        self._caches[layer][0][block_id * self._block_bytes[layer][0]] ^= 1
 
     def _kinds(self, layer, block_ids):
-        """All planes of K, and where in them these blocks lie; the same of V."""
+        """All caches of K, and where in them these blocks lie; the same of V."""
         runs = []
         for _, members in itertools.groupby(enumerate(block_ids), key=lambda pair: pair[1] - pair[0]):
             first, *rest = [block_id for _, block_id in members]
             runs.append((first, first + len(rest) + 1))
-        for ours, num_bytes in zip(self._planes[layer], self._block_bytes[layer], strict=True):
+        for ours, num_bytes in zip(self._caches[layer], self._block_bytes[layer], strict=True):
             yield ours, [(start * num_bytes, stop * num_bytes) for start, stop in runs]
 
 

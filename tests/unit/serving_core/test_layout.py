@@ -1,25 +1,25 @@
 import pytest
 
 from serving_core.errors import SettingsError
-from serving_core.layout import KVLayout, Pchannel, Widths
+from serving_core.layout import CacheShape, KVLayout, Widths
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_bytes", "plane_bytes", "block_bytes", "token_bytes"),
+    ("dtype", "head_bytes", "cache_bytes", "block_bytes", "token_bytes"),
     [
-        ("float32", 256, 12288, 737280, 46080),  # plane: 16 tokens * 3 heads * 64 * 4 bytes; block: 2 * 30 planes
+        ("float32", 256, 12288, 737280, 46080),  # cache: 16 tokens * 3 heads * 64 * 4 bytes; block: 2 * 30 caches
         ("bfloat16", 128, 6144, 368640, 23040),
         ("float16", 128, 6144, 368640, 23040),
         ("int8", 64, 3084, 185040, 11565),  # 3072 bytes of data and 3 scales of 4 bytes
         ("fp8_e4m3", 64, 3084, 185040, 11565),
     ],
 )
-def test_sizes(dtype, head_bytes, plane_bytes, block_bytes, token_bytes):
+def test_sizes(dtype, head_bytes, cache_bytes, block_bytes, token_bytes):
     layout = KVLayout.uniform(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype=dtype)
     assert layout.is_quantized == (dtype in ("int8", "fp8_e4m3"))
-    assert layout.plane.head_bytes == head_bytes
-    assert layout.plane.num_bytes == layout.plane.data_bytes + layout.plane.scale_bytes == plane_bytes
-    assert layout.largest_layer_bytes == 2 * plane_bytes
+    assert layout.cache_shape.head_bytes == head_bytes
+    assert layout.cache_shape.num_bytes == layout.cache_shape.data_bytes + layout.cache_shape.scale_bytes == cache_bytes
+    assert layout.largest_layer_bytes == 2 * cache_bytes
     assert layout.block_bytes == block_bytes
     assert layout.token_bytes == token_bytes
 
@@ -33,7 +33,7 @@ def test_the_heads_of_all_ranks_add_up_to_the_whole(dtype):
     whole = KVLayout.uniform(5, 8, 32, 16, dtype)
     assert whole.with_heads(8) == whole
     shares = [whole.with_heads(num_heads) for num_heads in (1, 2, 5)]
-    assert sum(share.plane.num_bytes for share in shares) == whole.plane.num_bytes
+    assert sum(share.cache.num_bytes for share in shares) == whole.cache.num_bytes
     assert {(share.num_layers, share.head_dim, share.block_size, share.dtype) for share in shares} == {
         (5, 32, 16, dtype)
     }
@@ -54,7 +54,7 @@ def uneven(dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "planes"),
+    ("dtype", "caches"),
     [
         # 4 tokens * 2 heads * 2 bytes an element
         ("bfloat16", [(128, 128), (128, 128), (384, 256), (576, 0)]),
@@ -62,25 +62,25 @@ def uneven(dtype):
         ("int8", [(72, 72), (72, 72), (200, 136), (296, 0)]),
     ],
 )
-def test_sizes_of_planes_layer_by_layer(dtype, planes):
+def test_sizes_of_caches_layer_by_layer(dtype, caches):
     layout = uneven(dtype)
     assert list(layout.layers) == [5, 6, 7, 8]
-    assert [tuple(plane.num_bytes for plane in layout.planes(layer)) for layer in layout.layers] == planes
-    assert [layout.plane_bytes(layer) for layer in layout.layers] == planes
-    assert layout.block_bytes == sum(map(sum, planes))
-    assert layout.largest_layer_bytes == max(map(sum, planes))
+    assert [tuple(cache.num_bytes for cache in layout.cache_shapes(layer)) for layer in layout.layers] == caches
+    assert [layout.cache_bytes(layer) for layer in layout.layers] == caches
+    assert layout.block_bytes == sum(map(sum, caches))
+    assert layout.largest_layer_bytes == max(map(sum, caches))
 
 
-def test_the_planes_of_a_layer():
-    assert uneven("int8").planes(7) == (Pchannel(4, 2, 24, "int8"), Pchannel(4, 2, 16, "int8"))
+def test_the_caches_of_a_layer():
+    assert uneven("int8").cache_shapes(7) == (CacheShape(4, 2, 24, "int8"), CacheShape(4, 2, 16, "int8"))
 
 
 @pytest.mark.parametrize("layer", [-1, 0, 4, 9])
-def test_layers_that_are_not_held_have_no_planes(layer):
+def test_layers_that_are_not_held_have_no_caches(layer):
     with pytest.raises(ValueError, match=str(layer)):
-        uneven("int8").planes(layer)
+        uneven("int8").cache_shapes(layer)
     with pytest.raises(ValueError, match=str(layer)):
-        uneven("int8").plane_bytes(layer)
+        uneven("int8").cache_bytes(layer)
 
 
 def test_some_layers_of_a_layout():
@@ -89,7 +89,7 @@ def test_some_layers_of_a_layout():
     assert layout.with_layers(range(6, 8)) == KVLayout(6, WIDTHS[1:3], 2, 4, "bfloat16")
     parts = [layout.with_layers(layers) for layers in (range(5, 6), range(6, 9))]
     assert sum(part.block_bytes for part in parts) == layout.block_bytes
-    assert [part.planes(6) for part in parts[1:]] == [layout.planes(6)]
+    assert [part.cache_shapes(6) for part in parts[1:]] == [layout.cache_shapes(6)]
 
 
 def test_a_layout_in_words():
@@ -121,6 +121,6 @@ def test_what_wants_one_width_refuses_several_with_the_widths(widths):
 @pytest.mark.parametrize("widths", [WIDTHS, (Widths(8, 0),), (Widths(8, 8), Widths(16, 16))])
 def test_what_computes_with_one_width_refuses_several_with_the_widths(widths):
     layout = KVLayout(5, widths, 2, 4, "float32")
-    for ask in (layout.check_uniform, lambda: layout.head_dim, lambda: layout.plane):
+    for ask in (layout.check_uniform, lambda: layout.head_dim, lambda: layout.cache_shape):
         with pytest.raises(SettingsError, match=r"of one width in all layers .*: 8 \+ \d+ in layer"):
             ask()

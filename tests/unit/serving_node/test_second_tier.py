@@ -310,7 +310,7 @@ def _host_others(node):
     random = np.random.default_rng(1)
 
     def read(layer, num_tiles):
-        keys, values = layout.plane_bytes(layer)
+        keys, values = layout.cache_bytes(layer)
         num_blocks = num_tiles * 256 // layout.block_size
         return memoryview(random.bytes(keys * num_blocks)), memoryview(random.bytes(values * num_blocks))
 

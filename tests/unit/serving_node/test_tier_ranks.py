@@ -25,8 +25,8 @@ DEADLINE_S = 240.0
 
 
 def fill(pool, block_id, value):
-    planes = [torch.full((size,), value, dtype=torch.uint8) for size in LAYOUT.plane_bytes(0)]
-    pool.write_tensors(0, [block_id], *planes)
+    caches = [torch.full((size,), value, dtype=torch.uint8) for size in LAYOUT.cache_bytes(0)]
+    pool.write_tensors(0, [block_id], *caches)
 
 
 def value_of(pool, block_id):

@@ -15,17 +15,17 @@ from splitserve_bench.simulate.fleet import FleetSize, simulate
 from splitserve_bench.simulate.profile import NUM_FACTORS, Grid, Spread, equal_shares, read_profile
 from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
 
-PCHANNEL = Grid((1, 2, 4), (10, 30), tuple(tuple(row + column / 10 for column in (10, 30)) for row in (1, 2, 4)))
+GRID = Grid((1, 2, 4), (10, 30), tuple(tuple(row + column / 10 for column in (10, 30)) for row in (1, 2, 4)))
 
 
 @given(row=st.floats(1, 20), column=st.floats(10, 200))
 def test_a_plane_is_a_plane_between_its_places_and_beyond(row, column):
-    assert PCHANNEL.at(row, column) == pytest.approx(row + column / 10)
+    assert GRID.at(row, column) == pytest.approx(row + column / 10)
 
 
 def test_before_the_first_place_it_is_as_at_the_first():
-    assert PCHANNEL.at(0.1, 20) == PCHANNEL.at(1, 20) == 3
-    assert PCHANNEL.at(2, 1) == PCHANNEL.at(2, 10) == 3
+    assert GRID.at(0.1, 20) == GRID.at(1, 20) == 3
+    assert GRID.at(2, 1) == GRID.at(2, 10) == 3
 
 
 def test_what_falls_towards_the_end_falls_no_further():
