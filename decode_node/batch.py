@@ -1,27 +1,17 @@
-"""Schedule decode: one token a step for each running sequence, and preemption when blocks run out.
+"""Schedule decode: one token a step for each running sequence. No I/O, no clock.
 
-No I/O, no clock.
-
-A sequence without a block for its next token takes blocks from the youngest request that can be preempted, which may be
-the sequence itself. A running or prefilling request becomes a queued prompt again. A prefilled prompt that is not being
-sent is evicted except for its cached blocks. A credit of which no KV has arrived is revoked. A request with distributed
-KV, which may fill the pool, loses only the lacking blocks, from its end.
-
-The oldest request is never preempted, and admission refuses requests that could not fit into the pool alone, so the
-oldest request always finishes. A migrating sequence keeps its blocks; it needs none of this pool to finish its
-migration.
-
-A sequence writes only behind its published blocks, so the block of the next token is its own. Prefix sharing does not
-weaken the guarantee: without other requests, all blocks but the oldest request's own are free.
+A sequence without a block for its next token takes blocks from a younger request (decode_node/preemption.py). A
+sequence writes only behind its published blocks, so the block of the next token is its own.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from decode_node.preemption import Preemption
 from serving_core.node.costs import StepCosts
 from serving_core.node.leases import Leases
-from serving_core.node.requests import NodeRequest, NodeRequests, RequestEvent, RequestState
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
 from serving_core.requests import Work
 
 STRETCH: Final = 1.3  # times the tightest TPOT that a full step may take: some sequences are ahead, some soon end
@@ -42,30 +32,24 @@ def slots_in_time(running: Sequence[NodeRequest], costs: StepCosts) -> float:
     return weights.num_answers_within(STRETCH * min(kept_s), num_cached) if kept_s else math.inf
 
 
-MAX_EVICTIONS: Final = 2  # of one prefilled prompt
-
-
-class Writing:
+class DecodeScheduler:
     """Schedule the running sequences of one node."""
 
     def __init__(
         self,
         node_requests: NodeRequests,
         leases: Leases,
-        revoke: Callable[[NodeRequest], None],
+        preemption: Preemption,
         fit: Callable[[NodeRequest, int], int] = lambda _, num_tokens: num_tokens,
     ) -> None:
         """Create the scheduler.
 
-        `revoke` begins to revoke a credit, whose blocks come free later. `fit` returns for a request with distributed
-        KV how many of `num_tokens` tokens have blocks.
+        `fit` returns for a request with distributed KV how many of `num_tokens` tokens have blocks.
         """
         self._fit = fit
         self._node_requests = node_requests
         self._leases = leases
-        self._revoke = revoke
-        self.num_preemptions = 0
-        self.num_evictions = 0
+        self._preemption = preemption
 
     def plan(self) -> list[Work]:
         """Return one token for each running sequence that has or gets a block for it, oldest first."""
@@ -97,84 +81,15 @@ class Writing:
         while num_missing > self._leases.num_free:
             if any(each.is_revoked for each in self._node_requests):
                 return False  # the blocks of the revoked credit come free soon
-            victim = self._youngest(node_request, taken)
+            victim = self._preemption.victim_for_block(node_request, taken)
             if victim is None or (victim is node_request and node_request.distributed is not None):
                 return False  # a transfer that holds blocks will end, and then there is a victim
             if victim is node_request:
-                self.give_way(victim)
+                self._preemption.preempt(victim)
                 return False
-            self._take_from(victim, num_missing - self._leases.num_free)
+            self._preemption.take_from(victim, num_missing - self._leases.num_free)
         self._leases.grow(node_request, num_missing)
         return True
-
-    def _youngest(self, node_request: NodeRequest, taken: set[NodeRequest]) -> NodeRequest | None:
-        """Return the youngest request that holds blocks and can be preempted, not younger than `node_request`.
-
-        Returns None if only the oldest request of all is left.
-        """
-        oldest = next((each for each in self._node_requests if _may_finish(each)), None)
-        for each in reversed(list(self._node_requests)):
-            if each is oldest:
-                return None
-            if each not in taken and can_give_way(each):
-                return each
-            if each is node_request:
-                return None
-        return None
-
-    def give_way(self, node_request: NodeRequest) -> None:
-        """Preempt a request that `can_give_way`; the blocks of a credit come free later."""
-        if node_request.incoming is not None and node_request.incoming.transfer is not None:
-            node_request.incoming.transfer.is_revoked = True
-            self._revoke(node_request)
-            return
-        if node_request.state is RequestState.PREFILLED:
-            assert node_request.outgoing is not None
-            node_request.outgoing.num_evictions += 1
-            self.num_evictions += 1
-        else:
-            self.num_preemptions += 1
-        self._leases.give_back(node_request)
-        self._node_requests.apply(node_request, RequestEvent.PREEMPTED)
-
-    def _take_from(self, node_request: NodeRequest, num_blocks: int) -> None:
-        """Take blocks from a request.
-
-        A request with distributed KV loses only `num_blocks` blocks, from its end: it fills the pool, and would
-        otherwise begin again for each block by which an older request grows. Pooled requests are preempted as a whole,
-        since a sum over the prompt cannot be undone.
-        """
-        lease, request = node_request.lease, node_request.request
-        assert lease is not None
-        if node_request.distributed is None or request.pooling is not None or num_blocks > len(lease.block_ids):
-            self.give_way(node_request)
-            return
-        self._leases.trim(node_request, num_blocks)
-        self._node_requests.apply(node_request, RequestEvent.TRIMMED)
-
-    def take_over(self, node_request: NodeRequest) -> None:
-        """Decode a prompt here that was prefilled for another node."""
-        self._node_requests.apply(node_request, RequestEvent.TAKEN_OVER)
-
-
-def _may_finish(node_request: NodeRequest) -> bool:
-    """Return whether a request needs nothing but steps of this node to finish."""
-    return (
-        node_request.state in (RequestState.RUNNING, RequestState.PREFILLING, RequestState.WAITING)
-        and not node_request.only_prefills
-    )
-
-
-def can_give_way(node_request: NodeRequest) -> bool:
-    """Return whether the blocks of a request can be taken, at once or, for a credit, soon."""
-    match node_request.state:
-        case RequestState.RUNNING | RequestState.PREFILLING:
-            return not node_request.is_busy
-        case RequestState.PREFILLED:
-            return not node_request.is_busy and node_request.num_evictions < MAX_EVICTIONS
-        case RequestState.RECEIVING_KV:  # a credit whose sender aborted is cancelled soon
-            return node_request.is_receiving and not node_request.is_revoked
-    return False
 
 
 def next_step(works: Sequence[Work], node_requests: NodeRequests, leases: Leases) -> list[Work]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from prefill_node.reading import Reading, num_cacheable
+from prefill_node.scheduler import PrefillScheduler, num_cacheable
 from protos import inference_pb2
 from serving_core.node.blocks import BlockAllocator, BlockLease
 from serving_core.node.costs import StepCosts
@@ -65,7 +65,7 @@ class KVOffload(KVSource):
         index: TierIndex,
         allocator: BlockAllocator,
         leases: Leases,
-        reading: Reading,
+        prefill: PrefillScheduler,
         costs: StepCosts,
         endings: Endings,
         block_bytes: int,
@@ -79,7 +79,7 @@ class KVOffload(KVSource):
         self._plan = plan
         self._allocator = allocator
         self._leases = leases
-        self._reading = reading
+        self._prefill = prefill
         self._costs = costs
         self._rates = TierRates(plan.num_host, plan.host_s, plan.disk_s)
         self._block_bytes = block_bytes
@@ -128,7 +128,7 @@ class KVOffload(KVSource):
             return False
         if waiting.is_loading:
             return True
-        if self._reading.num_needed(node_request) + num_spare > self._allocator.num_free:
+        if self._prefill.num_needed(node_request) + num_spare > self._allocator.num_free:
             return False  # without enough free blocks to start it either
         in_pool, loaded = self._find(node_request.names, node_request.request.token_ids, num_cacheable(node_request))
         if (computed_s := self._worth_reading(in_pool, loaded)) is None:

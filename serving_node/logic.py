@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decode_node.batch import Writing, next_step
-from decode_node.credit import Credit
+from decode_node.batch import DecodeScheduler, next_step
+from decode_node.preallocation import Preallocation
+from decode_node.preemption import Preemption
 from decode_node.speculation import DraftModel, Speculation
 from kv_transfer.distributed_kv.wire import Asker
 from kv_transfer.results import Received, Sent, TransferFailed
-from prefill_node.reading import Reading, all_of_them
+from prefill_node.scheduler import PrefillScheduler, all_of_them
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
@@ -25,13 +26,12 @@ from serving_core.node.requests import Key, NodeRequest, NodeRequests, RequestSt
 from serving_core.node.tiers import TierIndex
 from serving_core.requests import Guide, Request, SampledToken, Work, would_end
 from serving_core.shapes import Shape, check_shape, role_of
-from serving_node.arrivals import Arrivals
+from serving_node.admission import Admission, Arrivals
 from serving_node.decisions import Beat, CompileGrammar, Decision
 from serving_node.distributed_kv.source import DistributedKV, Opened
 from serving_node.kv_offload import NO_OFFLOAD, KVOffload, OffloadPlan
-from serving_node.outputs import Answers, CacheReport, Endings, StepCounts
+from serving_node.outputs import CacheReport, Endings, Outputs, StepCounts
 from serving_node.peer_fetch import PeerFetch, PeerServe
-from serving_node.room import Room
 from serving_node.sources import KVSource, StepSource
 from serving_node.transfers import IncomingTransfers, OutgoingTransfers, Transfers
 
@@ -85,19 +85,20 @@ class NodeLogic:
         if limits.tile_tokens:
             self.distributed_kv = DistributedKV(node_requests, leases, allocator, endings, limits.tile_tokens)
         fit = self.distributed_kv.fit if self.distributed_kv is not None else all_of_them
-        self._prefill = prefill = Reading(node_requests, leases, costs, max_num_queued=limits.max_num_queued, fit=fit)
+        self._prefill = prefill = PrefillScheduler(
+            node_requests, leases, costs, max_num_queued=limits.max_num_queued, fit=fit
+        )
         offloaded = TierIndex(tier.num_host, tier.num_disk)
         self.kv_offload: KVOffload | None = None
         if offloaded.num_slots:
-            parts = tier, offloaded, allocator, leases, prefill, costs, endings, block_bytes
-            self.kv_offload = KVOffload(*parts)
+            self.kv_offload = KVOffload(tier, offloaded, allocator, leases, prefill, costs, endings, block_bytes)
         self._cache_report = CacheReport(allocator, offloaded, leases.numerics_ids, endings.tell)
-        self._answers = Answers(node_requests, leases, endings, self._cache_report, eos_token_ids)
-        credit = Credit(node_requests, leases, max_num_queued=limits.max_num_queued)
+        self._answers = Outputs(node_requests, leases, endings, self._cache_report, eos_token_ids)
+        preallocation = Preallocation(node_requests, leases, max_num_queued=limits.max_num_queued)
         self._arrivals = Arrivals(
             node_requests,
             prefill,
-            credit,
+            preallocation,
             fingerprint,
             layout.block_size,
             holds_remote_kv=self.distributed_kv is not None,
@@ -107,7 +108,7 @@ class NodeLogic:
             node_requests,
             leases,
             prefill,
-            credit,
+            preallocation,
             endings,
             transfers,
             block_bytes=block_bytes,
@@ -117,17 +118,20 @@ class NodeLogic:
         self._outgoing = OutgoingTransfers(
             node_requests, leases, endings, transfers, descriptor_timeout_s=limits.descriptor_timeout_s
         )
-        self._batch = Writing(node_requests, leases, self._incoming.revoke, fit)
+        self._preemption = preemption = Preemption(node_requests, leases, self._incoming.revoke)
+        self._decode = DecodeScheduler(node_requests, leases, preemption, fit)
         num_drafted = limits.num_speculative_tokens if is_batch_invariant else 0
         self.speculation = Speculation(
             node_requests, leases, eos_token_ids, num_drafted, limits.max_num_batched_tokens, limits.draft_model
         )
-        self._admission = Room(node_requests, leases, prefill, credit, self._batch, costs, limits.max_num_seqs)
+        self._admission = Admission(
+            node_requests, leases, prefill, preallocation, preemption, costs, limits.max_num_seqs
+        )
         self._peer_serve = PeerServe(leases, self.kv_offload, endings, transfers, fingerprint)
         peer_fetch = PeerFetch(leases, prefill, endings, transfers, block_bytes)
         self._step_sources: list[StepSource] = []
         if self.distributed_kv is not None:
-            self.distributed_kv.join(self._admission, self._batch)
+            self.distributed_kv.join(self._admission, preemption)
             self._step_sources.append(self.distributed_kv)
         offload = [self.kv_offload] if self.kv_offload is not None else []
         self._sources: list[KVSource] = [*offload, peer_fetch, self._peer_serve, *self._step_sources]
@@ -218,7 +222,7 @@ class NodeLogic:
         load.num_blocks_leaked = self._allocator.num_leaked([lease for _, lease in self.leases])
         load.step_tokens.extend(self.steps.tokens.counts)
         load.num_step_tokens = self.steps.num_prompt_tokens + self.steps.num_answer_tokens
-        load.num_preemptions = self._batch.num_preemptions
+        load.num_preemptions = self._preemption.num_preemptions
         load.num_prompt_tokens = self._prefill.num_prompt_tokens
         load.num_cached_tokens = self._prefill.num_cached_tokens
         load.num_kv_bytes = self._transfers.num_kv_bytes
@@ -259,7 +263,7 @@ class NodeLogic:
             case "keep":
                 self._outgoing.keep(command.keep)
             case "send_prefix":
-                self._peer_serve.send_prefix(command.send_prefix, self._admission.num_awaited(), now)
+                self._peer_serve.send_prefix(command.send_prefix, self._admission.num_blocks_wanted(), now)
             case "begun":
                 self._begun(command.begun.attempt, now)
             case "cancel":
@@ -362,7 +366,7 @@ class NodeLogic:
 
     def _unblock(self) -> bool:
         """Return whether a node that has nothing to compute may have something now."""
-        if self._admission.slot() or self._admission.make_way():
+        if self._admission.start_kept() or self._admission.preempt_for_older():
             return True
         return any(source.unblock() for source in self._step_sources)
 
@@ -384,12 +388,14 @@ class NodeLogic:
         )
 
     def _plan(self, now: float) -> list[Work]:
-        works = self._batch.plan()
+        works = self._decode.plan()
         answers = [self._node_requests.of(work.request) for work in works]
         num_left = self._limits.max_num_batched_tokens - sum(work.num_tokens for work in works)
         is_full = not num_left and self._prefill.oldest_age < answers[-1].age
         budget = 1 if is_full else min(self._shape.prompt_tokens or num_left, num_left)
-        may_start = self._admission.gate(lambda node_request, num_spare: self._must_wait(node_request, num_spare, now))
+        may_start = self._admission.start_rule(
+            lambda node_request, num_spare: self._must_wait(node_request, num_spare, now)
+        )
         chunks = self._prefill.plan(budget, may_start, self._start, answers, now)
         if is_full and chunks:
             works.pop()  # an older prompt must not wait for ever-changing sequences
@@ -586,8 +592,8 @@ class NodeLogic:
         self._grant()
 
     def _grant(self) -> None:
-        self._admission.slot()
-        for node_request in self._admission.grant():
+        self._admission.start_kept()
+        for node_request in self._admission.preallocate():
             self._incoming.receive(node_request)
 
     def refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:

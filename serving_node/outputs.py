@@ -124,7 +124,7 @@ def _parts(names: list[bytes]) -> Iterator[list[int]]:
         yield list(map(hint_of, names[first : first + MAX_HINTS]))
 
 
-class Answers:
+class Outputs:
     """Report the output tokens of one node's requests."""
 
     def __init__(

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.results import Received, Sent, TransferError, TransferFailed
-from prefill_node.reading import Reading, num_cacheable
+from prefill_node.scheduler import PrefillScheduler, num_cacheable
 from protos import fleet_pb2
 from protos.convert import MAX_MADE, attempt_of, from_tail, to_tail
 from serving_core import reasons
@@ -52,14 +52,14 @@ class PeerFetch(KVSource):
     kind = "remote prefix fetch"
 
     def __init__(
-        self, leases: Leases, reading: Reading, endings: Endings, transfers: Transfers, block_bytes: int
+        self, leases: Leases, prefill: PrefillScheduler, endings: Endings, transfers: Transfers, block_bytes: int
     ) -> None:
         """Create an empty tracker.
 
         `block_bytes` is the size of one block over all ranks and layers.
         """
         self._leases = leases
-        self._reading = reading
+        self._prefill = prefill
         self._endings = endings
         self._transfers = transfers
         self._block_bytes = block_bytes
@@ -85,7 +85,7 @@ class PeerFetch(KVSource):
             return False
         if waiting.is_loading:
             return True
-        if self._reading.num_needed(node_request) + num_spare > self._leases.num_free:
+        if self._prefill.num_needed(node_request) + num_spare > self._leases.num_free:
             return False  # without enough free blocks to start it either
         num_tokens = min(offer.num_tokens, num_cacheable(node_request))
         num_missing = num_tokens - self._leases.num_held_tokens(node_request, num_tokens)
@@ -222,7 +222,7 @@ class PeerServe(KVSource):
     def send_prefix(self, send_prefix: fleet_pb2.SendPrefix, num_spare: int, now: float) -> None:
         """Begin to send cached blocks by the descriptor of the fetching node.
 
-        Reading back from KV offload for the fetch leaves `num_spare` blocks free.
+        PrefillScheduler back from KV offload for the fetch leaves `num_spare` blocks free.
         """
         epoch = send_prefix.attempt.epoch
         if epoch in self._under_way or epoch in self._awaited:

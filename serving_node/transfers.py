@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from decode_node.credit import Credit
+from decode_node.preallocation import Preallocation
 from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.results import Received, Sent, TransferError, TransferFailed
-from prefill_node.reading import Reading
+from prefill_node.scheduler import PrefillScheduler
 from protos import fleet_pb2
 from protos.convert import attempt_of, from_tail, to_tail
 from serving_core import reasons
@@ -104,8 +104,8 @@ class IncomingTransfers:
         self,
         node_requests: NodeRequests,
         leases: Leases,
-        prefill: Reading,
-        credit: Credit,
+        prefill: PrefillScheduler,
+        preallocation: Preallocation,
         endings: Endings,
         transfers: Transfers,
         *,
@@ -120,7 +120,7 @@ class IncomingTransfers:
         self._node_requests = node_requests
         self._leases = leases
         self._prefill = prefill
-        self._credit = credit
+        self._preallocation = preallocation
         self._endings = endings
         self._transfers = transfers
         self._block_bytes = block_bytes
@@ -142,7 +142,7 @@ class IncomingTransfers:
             on_received=partial(self._received, node_request),
         )
         self._transfers.begin(node_request.request.epoch, transfer)
-        self._endings.decide(Receive(node_request, self._credit.num_blocks(node_request)))
+        self._endings.decide(Receive(node_request, self._preallocation.num_blocks(node_request)))
 
     def revoke(self, node_request: NodeRequest) -> None:
         """Begin to revoke a credit; its blocks come free when the transfer has ended."""
@@ -154,7 +154,7 @@ class IncomingTransfers:
             if now < _incoming_of(node_request).waiting_since_s + self._credit_timeout_s:
                 continue
             if node_request.is_to_share:
-                self._credit.wait_no_more(node_request, now)
+                self._preallocation.wait_no_more(node_request, now)
             else:
                 message = f"the decode node had no room for the request within {self._credit_timeout_s} s"
                 self._endings.fail(node_request, reasons.QUEUE_FULL, message)
@@ -185,7 +185,7 @@ class IncomingTransfers:
         elif isinstance(result, Received):
             self._commit(node_request, result, now)
         elif is_revoked:
-            self._credit.take_back(node_request, now)
+            self._preallocation.release(node_request, now)
             self._endings.tell(revoked=fleet_pb2.Revoked(attempt=attempt_of(node_request.request)))
         elif result.reason != reasons.TRANSFER_ABORTED:
             # The sender's own report on an abort, perhaps the last token, may still be in flight to the coordinator,
@@ -195,11 +195,11 @@ class IncomingTransfers:
     def _commit(self, node_request: NodeRequest, received: Received, now: float) -> None:
         try:
             token_ids, made = from_tail(received.tail)
-            self._credit.check_tail(node_request, len(token_ids), received.num_bytes // self._block_bytes)
+            self._preallocation.check_tail(node_request, len(token_ids), received.num_bytes // self._block_bytes)
         except ValueError as error:
             self._endings.fail(node_request, reasons.TRANSFER_FAILED, str(error))
             return
-        self._credit.commit(node_request, token_ids, made)
+        self._preallocation.commit(node_request, token_ids, made)
         node_request.note_first_token(now)  # the coordinator's message may still be in flight
         self._prefill.count(node_request)
         committed = fleet_pb2.Committed(

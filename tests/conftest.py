@@ -25,7 +25,7 @@ LONGEST = (
     "system/test_bad_input",
     "unit/splitserve_bench/test_goodput",
     "unit/splitserve_bench/test_compare_run",
-    "unit/serving_node/test_slack",
+    "unit/serving_node/test_chunk_budget",
     "unit/serving_node/test_logic_fleet",
     "unit/engine/test_bits",
     "unit/engine/test_transformers_backend_ranks",

@@ -32,7 +32,7 @@ Choice = Callable[[Sequence[Prompt], float, int], Prompt]
 
 
 def most_timely(waiting: Sequence[Prompt], now: float, num_readers: int) -> Prompt:
-    """The most urgent one of the most that can be in time, as a node has it (prefill_node/order.py)."""
+    """The most urgent one of the most that can be in time, as a node has it (prefill_node/scheduler.py)."""
     shares_s = [each.read_s / num_readers for each in waiting]
     left_s = [each.due_s - now - each.read_s + share_s for each, share_s in zip(waiting, shares_s, strict=True)]
     found = timely(shares_s, left_s)

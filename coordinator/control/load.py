@@ -78,7 +78,7 @@ class Prompt:
         self, token_ids: Sequence[int], cache_salt: str = "", adapter: str = "", *, is_read_whole: bool = False
     ) -> None:
         """Create a prompt. With `is_read_whole` every token is computed, whatever is cached
-        (prefill_node/reading.py)."""
+        (prefill_node/scheduler.py)."""
         self._is_read_whole = is_read_whole
         self.token_ids = list(token_ids)
         self.cache_salt = cache_salt
@@ -343,7 +343,7 @@ class Ledger:
     def prefill_hashes(self, node: Node) -> Container[int]:
         """Return the hashes of the prompts that a node prefills, or has prefilled and still holds. Use it at once.
 
-        A prompt with the same beginning finds these blocks once it is prefilled (prefill_node/reading.py); the node
+        A prompt with the same beginning finds these blocks once it is prefilled (prefill_node/scheduler.py); the node
         reports them much later.
         """
         return self._read.get(node, ())
@@ -355,7 +355,7 @@ class Ledger:
     def tokens_taken(self, node: Node) -> int:
         """Return the tokens of the node's pool that are taken, shared blocks counted once.
 
-        Besides sequences, prompts for other nodes count, up to half of the pool (serving_node/room.py).
+        Besides sequences, prompts for other nodes count, up to half of the pool (serving_node/admission.py).
         """
         account, held = self.of(node), self._held.get(node)
         num_outgoing = account.tokens_outgoing

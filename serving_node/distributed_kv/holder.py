@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from decode_node.batch import can_give_way
+from decode_node.preemption import can_preempt
 from serving_core.node.blocks import BlockAllocator, BlockLease
 from serving_core.node.leases import Leases
 from serving_core.node.requests import NodeRequest, NodeRequests
-from serving_node.room import Reserve
+from serving_node.admission import Reserve
 
 MOST_PARTS: Final = 3, 4  # of a pool: the share that distributed KV of other nodes may take
 
@@ -209,7 +209,7 @@ class Claim(Reserve):
 
     def _gives_way(self, node_request: NodeRequest) -> bool:
         loses_nothing = node_request.is_receiving and not node_request.has_come
-        return (loses_nothing or self._is_due) and can_give_way(node_request)
+        return (loses_nothing or self._is_due) and can_preempt(node_request)
 
     def _makes_up(self, leaves: Callable[[NodeRequest], bool]) -> bool:
         """Return whether the blocks of a tile are free once the requests for which `leaves` is true are gone."""

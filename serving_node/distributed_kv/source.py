@@ -8,17 +8,17 @@ holder is lost, the attempt is lost and begins again elsewhere.
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from decode_node.batch import Writing
+from decode_node.preemption import Preemption
 from kv_transfer.distributed_kv.wire import Asker
 from protos import inference_pb2
 from serving_core import reasons
 from serving_core.node.blocks import BlockAllocator, BlockLease
 from serving_core.node.leases import Leases
 from serving_core.node.requests import Distributed, NodeRequest, NodeRequests
+from serving_node.admission import Admission
 from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RecallRemoteKV
 from serving_node.distributed_kv.holder import HOLD_S, LAPSE_S, Claim, Hosting
 from serving_node.outputs import Endings
-from serving_node.room import Room
 from serving_node.sources import StepSource
 
 RETRY_S: Final = 0.2
@@ -61,9 +61,9 @@ class DistributedKV(StepSource):
         self.num_opened = 0
         leases.on_remote_kv_left = self._close
 
-    def join(self, admission: Room, batch: Writing) -> None:
-        """Have `admission` keep blocks free for the claims of other nodes, and `batch` preempt for them."""
-        self._admission, self._batch = admission, batch
+    def join(self, admission: Admission, preemption: Preemption) -> None:
+        """Have `admission` keep blocks free for the claims of other nodes, and `preemption` take blocks for them."""
+        self._admission, self._preemption = admission, preemption
         admission.reserve = self._claim
 
     @property
@@ -125,7 +125,7 @@ class DistributedKV(StepSource):
         while not block_ids and is_first and self.hosting.may_grow:
             if (younger := self._youngest_held_up(age)) is None:
                 break
-            self._batch.give_way(younger)
+            self._preemption.preempt(younger)
             block_ids = self.hosting.lease(number, most_tiles, age)
         return block_ids
 
@@ -137,7 +137,7 @@ class DistributedKV(StepSource):
     def before_step(self) -> None:
         """Preempt requests, and recall tiles of other nodes, for the oldest claim."""
         for victim in self._claim.victims():
-            self._batch.give_way(victim)
+            self._preemption.preempt(victim)
         if self._claim.recalls():
             self.hosting.recall()
 
@@ -145,7 +145,7 @@ class DistributedKV(StepSource):
         """Begin requests again whose tiles were recalled, fail those whose tiles are lost, and ask hosts again."""
         for node_request in node_requests:
             if any(remote_kv.is_recalled for remote_kv in node_request.request.remote_kvs):
-                self._batch.give_way(node_request)
+                self._preemption.preempt(node_request)
             self._check(node_request, now, step_s)
 
     def unblock(self) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from coordinator.control.instructions import Emit, Releases
 from coordinator.control.migration import Migrations
 from coordinator.control.scheduler import Scheduler
-from decode_node.credit import Credit
+from decode_node.preallocation import Preallocation
 from kv_transfer.payload import HostPayload
 from protos import fleet_pb2
 from serving_core.net.numbering import Numbering
@@ -77,14 +77,14 @@ def cancel_lost_between_halves(monkeypatch):
 
 def credit_counted_twice(monkeypatch):
     """A block of a grant that was taken back counts as free twice."""
-    take_back = Credit.take_back
+    take_back = Preallocation.take_back
 
     def take_back_and_again(self, node_request, now):
         block = node_request.lease.block_ids[-1]
         take_back(self, node_request, now)
         heappush(self._leases._allocator._free, block)
 
-    monkeypatch.setattr(Credit, "take_back", take_back_and_again)
+    monkeypatch.setattr(Preallocation, "take_back", take_back_and_again)
 
 
 def lost_message_not_noticed(monkeypatch):

@@ -20,7 +20,7 @@ On a mixed node, prompts get the time that sequences leave: first the slack of t
 the tightest limit that can be attained leaves; at least PROMPT_TIME_SHARE of the time, and all of it once the sequences
 are over. Of the sequences whose prompts are still to be prefilled there, the share STARTED_SHARE counts. Sequences
 without an SLO leave a chunk with each of their steps. The node's scheduler divides its time in the same way
-(prefill_node/slack.py, prefill_node/order.py). Output lengths are estimated from those that ended
+(prefill_node/chunk_budget.py, prefill_node/scheduler.py). Output lengths are estimated from those that ended
 (coordinator/control/load.py).
 
 A sequence that makes no other late as things stand is still one too many where, at any time while it decodes, a step of

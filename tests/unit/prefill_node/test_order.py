@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
-from prefill_node import order
-from prefill_node.order import Order, Pace
+from prefill_node import scheduler
+from prefill_node.chunk_budget import StepPace
+from prefill_node.scheduler import PromptOrder
 from serving_core.node.costs import StepCosts
 from serving_core.node.requests import RequestState
 from serving_core.slo import Due, timely
@@ -18,7 +19,7 @@ TOKEN_S = 0.5
 
 
 def num_in_time(seconds, dues_s, sequence):
-    """Of jobs that are done one after the other in this order."""
+    """Of jobs that are done one after the other in this scheduler."""
     passed_s = found = 0
     for index in sequence:
         passed_s += seconds[index]
@@ -100,9 +101,9 @@ class Prompts:
 
     def __init__(self):
         self.house = House(100)
-        self.order = Order(StepCosts(1 / TOKEN_S))
+        self.order = PromptOrder(StepCosts(1 / TOKEN_S))
         self.by_name = {}
-        self.pace = Pace(0.0, 1000, 1.0)
+        self.pace = StepPace(0.0, 1000, 1.0)
 
     def add(self, name, first_s=None, *, length=4, stage=RequestState.WAITING, **fields):
         node_request = self.house.add(name, len(self.by_name), stage, length, only_prefills=True, **fields)
@@ -188,7 +189,7 @@ def test_those_that_stepped_back_get_a_share(prompts):
         first = prompts.ordered(float(step))[0]
         prompts.read(first)
         counts[first.request.request_id] += 1
-    assert counts["waits"] / counts["timely"] == pytest.approx(order.FLOOR, rel=0.05)
+    assert counts["waits"] / counts["timely"] == pytest.approx(scheduler.FLOOR, rel=0.05)
 
 
 def test_the_oldest_that_others_are_read_before_gets_a_share_of_all_of_them(prompts):

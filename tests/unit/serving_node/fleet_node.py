@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from decode_node.credit import SHARED_BLOCKS
+from decode_node.preallocation import SHARED_BLOCKS
 from kv_transfer.results import Received, Sent, TransferFailed
 from serving_core import reasons
 from serving_node.decisions import CancelTransfer, Receive, Send

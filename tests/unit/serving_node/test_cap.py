@@ -2,11 +2,11 @@
 
 import pytest
 
-from decode_node.batch import MAX_EVICTIONS, Writing
-from prefill_node.reading import Reading
+from decode_node.preemption import MAX_EVICTIONS, Preemption
+from prefill_node.scheduler import PrefillScheduler
 from serving_core.node.costs import StepCosts
 from serving_core.node.requests import RequestState
-from serving_node.cap import Cap
+from serving_node.admission import PrefilledCap
 from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 
 BLOCK = LAYOUT.block_size
@@ -17,9 +17,9 @@ class Pool(House):
 
     def __init__(self, num_waiting_blocks=4, *, age=2, has_answer=True):
         super().__init__(16)
-        reading = Reading(self.node_requests, self.leases, StepCosts(), max_num_queued=9)
-        writing = Writing(self.node_requests, self.leases, revoke=lambda _: None)
-        self.cap = Cap(self.node_requests, self.leases, reading, writing)
+        prefill = PrefillScheduler(self.node_requests, self.leases, StepCosts(), max_num_queued=9)
+        preemption = Preemption(self.node_requests, self.leases, revoke=lambda _: None)
+        self.cap = PrefilledCap(self.node_requests, self.leases, prefill, preemption)
         if has_answer:
             self.add("answer", 1, RequestState.RUNNING, 1)
         self.waiting = self.add("waiting", age, RequestState.WAITING, num_waiting_blocks * BLOCK, only_prefills=True)

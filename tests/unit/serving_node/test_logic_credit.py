@@ -6,7 +6,7 @@ import pytest
 
 from serving_core.node.requests import RequestState
 from serving_core.slo import Due
-from serving_node.room import credit_order
+from serving_node.admission import credit_order
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import Node, prompt_of
 from tests.unit.serving_node.node_requests_kit import House

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from prefill_node.order import FLOOR
+from prefill_node.scheduler import FLOOR
 from protos import fleet_pb2
 from serving_core.node.requests import RequestState
 from tests.unit.serving_node.logic_kit import BLOCK_SIZE, Node

@@ -2,7 +2,7 @@
 
 import pytest
 
-from decode_node.batch import MAX_EVICTIONS
+from decode_node.preemption import MAX_EVICTIONS
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import Node, prompt_of
 

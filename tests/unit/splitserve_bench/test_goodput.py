@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.api.statuses import retry_after_s
 from coordinator.settings import ADMIT_ALL, ADMIT_TIMELY
-from prefill_node.order import FLOOR
+from prefill_node.scheduler import FLOOR
 from serving_core.errors import RequestError
 from serving_core.reasons import WOULD_BE_LATE
 from splitserve_bench.serve.arrivals import stages_of

@@ -1,4 +1,4 @@
-"""Decide which request gets blocks and running slots next, across prefill and decode. Pure.
+"""Decide which requests get blocks and running slots next, across prefill and decode (admission control). Pure.
 
 With deadlines or priorities, nodes prefill in another order than by age. So credit goes first to prefilled requests
 that wait, oldest first, and credits of which no KV has arrived are revoked for them. Prefill itself needs no credit.
@@ -8,23 +8,41 @@ node. So a stalled node takes blocks and running slots from its youngest request
 some. The oldest request of the fleet is the oldest on both of its nodes, so it is prefilled, gets its credit, and
 finishes.
 
-Normally cap.py prevents this by bounding what is held for other nodes.
+Normally `PrefilledCap` prevents this. Prompts that are prefilled for other nodes hold together at most half of the pool
+if the node has requests of its own, or as much as one prompt needs. Shared blocks count once. An older prompt never
+waits for younger prefilled prompts: those are evicted, and the few that were evicted often enough do not count against
+it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final
 
-from decode_node.batch import Writing, can_give_way, slots_in_time
-from decode_node.credit import Credit
-from prefill_node.order import due_s
-from prefill_node.reading import Reading
+from decode_node.batch import slots_in_time
+from decode_node.preallocation import Preallocation
+from decode_node.preemption import HOLDING, Preemption, can_preempt
+from prefill_node.chunk_budget import due_s
+from prefill_node.scheduler import PrefillScheduler, num_cacheable
+from protos import convert, fleet_pb2
+from serving_core import reasons
+from serving_core.errors import RequestError
+from serving_core.model_files.adapter_names import adapter_key
 from serving_core.node.costs import StepCosts
 from serving_core.node.leases import Leases
-from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
-from serving_node.cap import Cap, num_blocks_of
+from serving_core.node.prefix import BlockNames, root_name
+from serving_core.node.requests import (
+    DecodePlace,
+    Distributed,
+    Host,
+    Incoming,
+    NodeRequest,
+    NodeRequests,
+    Offer,
+    RequestEvent,
+    RequestState,
+    Waiting,
+)
 
-HOLDING: Final = (RequestState.RUNNING, RequestState.RECEIVING_KV, RequestState.PREFILLING)
 SLOTED: Final = (RequestState.RUNNING, RequestState.RECEIVING_KV, RequestState.FROZEN)
 WITHOUT: Final = (RequestState.WAITING, RequestState.WAITING_FOR_BLOCKS)
 LACKING: Final = (*WITHOUT, RequestState.PREFILLING, RequestState.PREFILLED, RequestState.RUNNING)
@@ -53,42 +71,42 @@ class Reserve:
         return math.inf
 
 
-class Room:
+class Admission:
     """Allocate the blocks and running slots of one node to prefill and decode."""
 
     def __init__(
         self,
         node_requests: NodeRequests,
         leases: Leases,
-        reading: Reading,
-        credit: Credit,
-        writing: Writing,
+        prefill: PrefillScheduler,
+        preallocation: Preallocation,
+        preemption: Preemption,
         costs: StepCosts,
         num_slots: int,
     ) -> None:
         self._node_requests = node_requests
         self._leases = leases
-        self._reading = reading
-        self._credit = credit
-        self._writing = writing
+        self._prefill = prefill
+        self._preallocation = preallocation
+        self._preemption = preemption
         self._costs = costs
-        self._cap = Cap(node_requests, leases, reading, writing)
+        self._cap = PrefilledCap(node_requests, leases, prefill, preemption)
         self.num_slots = num_slots  # may change; a request keeps its slot
         self._next_without: NodeRequest | None = None  # the next request to get credit, which lacks blocks
         self._sharers: list[NodeRequest] = []  # get credit after requests that bring the same leading blocks
         self._preferred: NodeRequest | None = None  # others were preempted for it
         self.reserve = Reserve()  # of blocks for other nodes
 
-    def grant(self) -> Iterator[NodeRequest]:
+    def preallocate(self) -> Iterator[NodeRequest]:
         """Grant credit in `credit_order`, and yield the requests that get it.
 
         Blocks stay reserved for earlier prompts (the oldest, and preempted ones) and for requests that wait to share
         blocks.
         """
         self._next_without, self._sharers = None, []
-        if self.num_running() >= self.num_slots and not self._unready_grants():  # however many requests wait
+        if self.num_running() >= self.num_slots and not self._unready():  # however many requests wait
             return
-        leaves_enough = self.reserve.gate(self._credit.num_to_hold)
+        leaves_enough = self.reserve.gate(self._preallocation.num_to_hold)
         for node_request in sorted(self._node_requests.in_state(RequestState.WAITING_FOR_BLOCKS), key=credit_order):
             if node_request.is_ending or node_request.is_compiling:
                 continue
@@ -96,14 +114,16 @@ class Room:
                 continue
             num_promised, num_promised_slots = self._promised_before(node_request)
             has_slot = self.num_running() + num_promised_slots + len(self._sharers) < self.num_slots
-            if has_slot and self._credit.waits(node_request):
+            if has_slot and self._preallocation.waits(node_request):
                 self._sharers.append(node_request)
                 continue
             num_promised += self._num_kept(self._sharers)
-            if not has_slot or not self._credit.grant(node_request, num_spare=num_promised + self.num_running()):
+            if not has_slot or not self._preallocation.reserve(
+                node_request, num_spare=num_promised + self.num_running()
+            ):
                 self._next_without = node_request if has_slot else None
                 if node_request.is_ready:
-                    self._take_back_unready()
+                    self._revoke_unready()
                 return
             yield node_request
 
@@ -117,47 +137,49 @@ class Room:
                 if self._lacks_growth(each):
                     num_blocks += self._leases.num_missing(each, each.num_computed + each.num_to_compute)
             elif not each.is_ending and (is_head or each.has_first_token) and not self._cap.holds_back(each):
-                num_blocks += self._reading.num_needed(each)
+                num_blocks += self._prefill.num_needed(each)
                 num_slots += not each.only_prefills
                 is_head = False
         return num_blocks, num_slots
 
     def _num_kept(self, sharers: Iterable[NodeRequest]) -> int:
         """Return the blocks of requests that get credit after others, plus one growth block each."""
-        return sum(self._credit.num_blocks(each) + 1 for each in sharers)
+        return sum(self._preallocation.num_blocks(each) + 1 for each in sharers)
 
-    def _take_back_unready(self) -> None:
+    def _revoke_unready(self) -> None:
         """Revoke the last credit without KV for a prefilled request; one at a time.
 
         The revoked request may be prefilled much later.
         """
-        unready = self._unready_grants()
+        unready = self._unready()
         if unready and not any(each.is_revoked for each in self._node_requests.in_state(RequestState.RECEIVING_KV)):
-            self._writing.give_way(max(unready, key=credit_order))
+            self._preemption.preempt(max(unready, key=credit_order))
 
-    def _unready_grants(self) -> list[NodeRequest]:
+    def _unready(self) -> list[NodeRequest]:
         """Return the requests with credit whose KV has not begun to arrive and that are not known to be prefilled."""
         granted = self._node_requests.in_state(RequestState.RECEIVING_KV)
-        return [each for each in granted if can_give_way(each) and not each.is_ready and not each.has_come]
+        return [each for each in granted if can_preempt(each) and not each.is_ready and not each.has_come]
 
     def num_running(self) -> int:
         """Return the sequences that decode here or will as soon as their KV is complete; each needs more blocks."""
         being_read = self._node_requests.in_state(RequestState.PREFILLING)
         return self._node_requests.count(*SLOTED) + sum([not each.only_prefills for each in being_read])
 
-    def num_awaited(self) -> int:
+    def num_blocks_wanted(self) -> int:
         """Return the blocks that are not available to other nodes.
 
         These are the needs of requests without blocks, plus one block for each sequence.
         """
         without = self._node_requests.in_state(*WITHOUT)
         needed = [
-            self._reading.num_needed(each) if each.state is RequestState.WAITING else self._credit.num_to_hold(each)
+            self._prefill.num_needed(each)
+            if each.state is RequestState.WAITING
+            else self._preallocation.num_to_hold(each)
             for each in without
         ]
         return sum(needed) + self.num_running()
 
-    def slot(self) -> bool:
+    def start_kept(self) -> bool:
         """Start decode of kept, prefilled requests as running slots come free, unless older requests need the slots.
 
         Returns whether any request started.
@@ -171,20 +193,20 @@ class Room:
             if self.num_running() + num_older >= self.num_slots:
                 break
             if node_request.state is RequestState.PREFILLED:
-                self._writing.take_over(node_request)
+                self._node_requests.apply(node_request, RequestEvent.TAKEN_OVER)
                 has_running = True
             else:
                 num_older += 1
         return has_running
 
-    def gate(self, holds_up: Callable[[NodeRequest, int], bool]) -> Callable[[NodeRequest], bool]:
+    def start_rule(self, must_wait: Callable[[NodeRequest, int], bool]) -> Callable[[NodeRequest], bool]:
         """Return a function that tells, for prompts in turn, whether they may start in this step.
 
         All prompts wait for older requests that lack blocks. Prompts for other nodes wait under the cap. Prompts that
-        decode here wait if sequences beside them would miss their TPOT. `holds_up` tells whether a prompt waits for
+        decode here wait if sequences beside them would miss their TPOT. `must_wait` tells whether a prompt waits for
         cached blocks, given the blocks to be left free.
         """
-        leaves_enough = self.reserve.gate(self._reading.num_needed)
+        leaves_enough = self.reserve.gate(self._prefill.num_needed)
         is_full, capped = False, math.inf  # prompts for other nodes wait from this age on
 
         def may_start(node_request: NodeRequest) -> bool:
@@ -193,12 +215,12 @@ class Room:
                 return False
             if not node_request.is_outgoing:
                 is_full = is_full or not self._has_slot_in_time  # no slot comes free while a step is planned
-                return not (is_full and _needs_slot(node_request)) and not holds_up(
+                return not (is_full and _needs_slot(node_request)) and not must_wait(
                     node_request, self._num_spare(node_request)
                 )
             if node_request.age < capped and self._cap.holds_back(node_request):
                 capped = node_request.age
-            return node_request.age < capped and not holds_up(node_request, self._num_spare(node_request))
+            return node_request.age < capped and not must_wait(node_request, self._num_spare(node_request))
 
         return may_start
 
@@ -214,13 +236,13 @@ class Room:
         """Allocate the blocks of a prompt that may start. Return whether there were enough."""
         if node_request.is_outgoing:
             self._cap.make_room(node_request)
-        return self._reading.start(node_request, num_spare=self._num_spare(node_request))
+        return self._prefill.start(node_request, num_spare=self._num_spare(node_request))
 
     def _num_spare(self, node_request: NodeRequest) -> int:
         """Return the blocks that the start of a prompt must leave free."""
         return self.num_running() + self._num_kept(each for each in self._sharers if each.age < node_request.age)
 
-    def make_way(self) -> bool:
+    def preempt_for_older(self) -> bool:
         """Preempt the youngest request for an older one that lacks blocks or a slot.
 
         For a node that has nothing to compute. Returns whether blocks came free at once; those of a revoked credit come
@@ -236,9 +258,10 @@ class Room:
                 node_request.state is RequestState.WAITING_FOR_BLOCKS and not node_request.is_ready
             ):
                 continue
-            if victim := self._youngest_behind(node_request):
+            needs_slot = node_request.state not in HOLDING and _needs_slot(node_request) and not self._has_free_slot
+            if victim := self._preemption.victim_for(node_request, needs_slot=needs_slot):
                 self._preferred = node_request
-                self._writing.give_way(victim)
+                self._preemption.preempt(victim)
                 return not victim.is_revoked
         return False
 
@@ -258,9 +281,9 @@ class Room:
     def num_blocks_for(self, node_request: NodeRequest) -> int:
         """Return the blocks that a request needs to continue, including the blocks it has."""
         if node_request.state is RequestState.WAITING:
-            return self._reading.num_needed(node_request)
+            return self._prefill.num_needed(node_request)
         if node_request.state is RequestState.WAITING_FOR_BLOCKS:
-            return self._credit.num_to_hold(node_request)
+            return self._preallocation.num_to_hold(node_request)
         return num_blocks_of(node_request) + 1
 
     def _lacks_room(self, node_request: NodeRequest) -> bool:
@@ -282,16 +305,6 @@ class Room:
         """
         is_growing = node_request.state in (RequestState.RUNNING, RequestState.PREFILLING)
         return is_growing and self._leases.num_missing(node_request, node_request.num_computed + 1) > 0
-
-    def _youngest_behind(self, node_request: NodeRequest) -> NodeRequest | None:
-        """Return the youngest request that is younger than `node_request` and holds what it lacks."""
-        needs_slot = node_request.state not in HOLDING and _needs_slot(node_request) and not self._has_free_slot
-        for each in reversed(list(self._node_requests)):
-            if each is node_request:
-                return None
-            if each.state in HOLDING or (each.state is RequestState.PREFILLED and not needs_slot):
-                return each
-        return None
 
     def _waits_for_older(self, node_request: NodeRequest) -> bool:
         """Return whether an older request waits for blocks that this request would take."""
@@ -331,3 +344,126 @@ def _lets_go_soon(node_request: NodeRequest) -> bool:
         or node_request.is_ending
         or (node_request.is_sending and node_request.lease is not None)
     )
+
+
+class PrefilledCap:
+    """Apply the cap of one node."""
+
+    def __init__(
+        self, node_requests: NodeRequests, leases: Leases, prefill: PrefillScheduler, preemption: Preemption
+    ) -> None:
+        self._node_requests = node_requests
+        self._leases = leases
+        self._prefill = prefill
+        self._preemption = preemption
+
+    def holds_back(self, node_request: NodeRequest) -> bool:
+        """Return whether a prompt for another node must wait until prompts that it cannot evict have left."""
+        if not node_request.is_outgoing or all(each.is_outgoing for each in self._node_requests):
+            return False
+        firm = [each for each in self._outgoing() if not _yields(each, node_request)]
+        return bool(firm) and self._exceed(firm, node_request)
+
+    def make_room(self, node_request: NodeRequest) -> None:
+        """Evict younger prefilled prompts with which a prompt for another node would exceed the cap."""
+        if all(each.is_outgoing for each in self._node_requests):
+            return
+        for each in reversed(self._outgoing()):
+            if _yields(each, node_request) and can_preempt(each):
+                if not self._exceed(self._outgoing(), node_request):
+                    return
+                self._preemption.preempt(each)
+
+    def _outgoing(self) -> list[NodeRequest]:
+        """Return the requests that hold blocks for other nodes, oldest first."""
+        return [each for each in self._node_requests if each.is_outgoing and each.lease is not None]
+
+    def _exceed(self, outgoing: Collection[NodeRequest], node_request: NodeRequest) -> bool:
+        """Return whether `outgoing` and one more prompt would exceed the cap."""
+        leases = self._leases
+        num_left = leases.num_blocks // 2 - leases.blocks_for(self._prefill.tokens_to_hold(node_request))
+        if sum(map(num_blocks_of, outgoing)) <= num_left:
+            return False
+        found = leases.blocks_found(node_request, num_cacheable(node_request))
+        held = {block for each in outgoing if each.lease is not None for block in each.lease.block_ids}
+        return len(held.union(found)) > num_left + len(found)
+
+
+def num_blocks_of(node_request: NodeRequest) -> int:
+    """Return the number of blocks in a request's lease, which must exist."""
+    assert node_request.lease is not None
+    return len(node_request.lease.block_ids)
+
+
+def _yields(node_request: NodeRequest, older: NodeRequest) -> bool:
+    """Return whether an outgoing prompt is idle and younger than `older`."""
+    is_idle = node_request.state is RequestState.PREFILLED and not node_request.is_busy and not node_request.is_ending
+    return is_idle and node_request.age > older.age
+
+
+class Arrivals:
+    """Admit requests to one node."""
+
+    def __init__(
+        self,
+        node_requests: NodeRequests,
+        prefill: PrefillScheduler,
+        preallocation: Preallocation,
+        fingerprint: Mapping[str, str],
+        block_size: int,
+        *,
+        holds_remote_kv: bool,
+    ) -> None:
+        self._node_requests = node_requests
+        self._prefill = prefill
+        self._preallocation = preallocation
+        self._fingerprint = fingerprint
+        self._block_size = block_size
+        self._holds_remote_kv = holds_remote_kv
+
+    def take_in(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None) -> NodeRequest:
+        """Add a request, for prefill for another node or, with `reserve`, for decode here.
+
+        Raises RequestError, and then the request is not added.
+        """
+        request = convert.request_from_wire(job)
+        is_prefilled_here = reserve is None or reserve.local_prefill
+        if request.adapter and adapter_key(request.adapter) not in self._fingerprint:
+            raise RequestError(reasons.MODEL_NOT_FOUND, f"no node has an adapter {request.adapter!r} any more")
+        if self._node_requests.find(request) is not None:
+            message = f"attempt {request.epoch} of the request was announced twice"
+            raise RequestError(reasons.DUPLICATE_REQUEST_ID, message)
+        hosts = tuple(Host(each.address, each.key) for each in job.hosts) if self._holds_remote_kv else ()
+        num_ahead = 0
+        if reserve is not None:
+            num_to_come = request.sampling.max_tokens - request.num_output_tokens
+            self._preallocation.check(len(request.token_ids) + num_to_come, may_grow_out=bool(hosts))
+            num_ahead = min(reserve.num_tokens_ahead, num_to_come)
+        if is_prefilled_here:
+            self._prefill.check(len(request.token_ids), may_grow_out=bool(hosts))
+        node_request = NodeRequest(
+            request,
+            job.age,
+            BlockNames(root_name(self._fingerprint, request.cache_salt, request.adapter), self._block_size),
+            RequestState.WAITING if is_prefilled_here else RequestState.WAITING_FOR_BLOCKS,
+            DecodePlace.ELSEWHERE if reserve is None else DecodePlace.HERE,
+            due=convert.due_from_wire(job.due, now) if job.HasField("due") else None,
+            priority=job.priority,
+            waiting=Waiting(_offer(job)) if is_prefilled_here else None,
+            incoming=None if is_prefilled_here or reserve is None else _incoming(reserve, num_ahead, now),
+            distributed=Distributed(hosts) if hosts else None,
+        )
+        self._node_requests.add(node_request)
+        return node_request
+
+
+def _offer(job: fleet_pb2.Job) -> Offer | None:
+    if not job.HasField("fetch_prefix"):
+        return None
+    fetch = job.fetch_prefix
+    return Offer(fetch.epoch, fetch.num_tokens, max(1, fetch.tp_size), max(1, fetch.pp_size), fetch.patience_s)
+
+
+def _incoming(reserve: fleet_pb2.Reserve, num_ahead: int, now: float) -> Incoming:
+    source_tp, source_pp = max(1, reserve.prefill_tp_size), max(1, reserve.prefill_pp_size)
+    return Incoming(now, source_tp, source_pp, num_ahead, reserve.is_whole)

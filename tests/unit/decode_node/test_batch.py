@@ -2,14 +2,16 @@
 
 import pytest
 
-from decode_node.batch import MAX_EVICTIONS, Writing
+from decode_node.batch import DecodeScheduler
+from decode_node.preemption import MAX_EVICTIONS, Preemption
 from serving_core.node.requests import RequestState
 from tests.unit.serving_node.node_requests_kit import House
 
 
 def make(num_blocks=4):
     house, revoked = House(num_blocks), []
-    return house, Writing(house.node_requests, house.leases, lambda node_request: revoked.append(node_request)), revoked
+    preemption = Preemption(house.node_requests, house.leases, revoked.append)
+    return house, DecodeScheduler(house.node_requests, house.leases, preemption), preemption, revoked
 
 
 def needs_a_block(house, age=1):
@@ -40,15 +42,15 @@ CASES = [
 
 @pytest.mark.parametrize(("stage", "facts", "then"), CASES)
 def test_what_a_younger_request_gives(stage, facts, then):
-    house, writing, revoked = make()
+    house, scheduler, preemption, revoked = make()
     needs = needs_a_block(house)
     younger = house.add("younger", 2, stage, 8, num_computed=8, **facts)
-    works = writing.plan()
+    works = scheduler.plan()
     if then is RequestState.WAITING:
         assert works[0].request is needs.request
         assert younger.lease is None
         assert younger.num_computed == 0
-        assert (writing.num_preemptions, writing.num_evictions) == (
+        assert (preemption.num_preemptions, preemption.num_evictions) == (
             (0, 1) if stage is RequestState.PREFILLED else (1, 0)
         )
     else:
@@ -56,56 +58,56 @@ def test_what_a_younger_request_gives(stage, facts, then):
         assert younger.lease is not None
         assert revoked == ([younger] if then else [])
         assert younger.is_revoked == bool(then)
-        assert writing.num_preemptions == writing.num_evictions == 0
+        assert preemption.num_preemptions == preemption.num_evictions == 0
     assert younger.state is (then or stage)
     assert needs.state is RequestState.RUNNING
     house.allocator.check_integrity()
 
 
 def test_no_more_is_taken_while_a_grant_is_being_taken_back():
-    house, writing, revoked = make(8)
+    house, scheduler, _, revoked = make(8)
     needs_a_block(house)
     grant = house.add("grant", 9, RequestState.RECEIVING_KV, 4, is_receiving=True)
     other = house.add("other", 8, RequestState.RECEIVING_KV, 4, is_receiving=True)
     rest_is_held(house)
-    assert writing.plan() == writing.plan() == []
+    assert scheduler.plan() == scheduler.plan() == []
     assert revoked == [grant]
     assert not other.is_revoked
 
 
 def test_one_that_has_its_place_in_the_step_keeps_it():
     """The younger one is behind in the order, but what is older than it in want of a block comes before it."""
-    house, writing, _ = make(8)
+    house, scheduler, _, _ = make(8)
     first = house.add("first", 1, RequestState.RUNNING, 7, num_computed=6)
     second = needs_a_block(house, age=2)
     third = house.add("third", 3, RequestState.RUNNING, 7, num_computed=6)
     rest_is_held(house)
-    assert [work.request for work in writing.plan()] == [first.request, second.request]
+    assert [work.request for work in scheduler.plan()] == [first.request, second.request]
     assert third.state is RequestState.WAITING
 
 
 def test_the_oldest_does_not_give_way_and_the_youngest_gives_way_itself():
-    house, writing, _ = make(6)
+    house, scheduler, preemption, _ = make(6)
     oldest = house.add("oldest", 1, RequestState.RUNNING, 7, num_computed=6)
     youngest = needs_a_block(house, age=2)
     rest_is_held(house)
-    assert [work.request for work in writing.plan()] == [oldest.request]
+    assert [work.request for work in scheduler.plan()] == [oldest.request]
     assert youngest.state is RequestState.WAITING
-    assert writing.num_preemptions == 1
+    assert preemption.num_preemptions == 1
 
 
 def test_an_answer_that_has_no_younger_and_is_the_oldest_waits():
-    house, writing, revoked = make(6)
+    house, scheduler, _, revoked = make(6)
     read = house.add("read", 1, RequestState.PREFILLED, 8, num_computed=8, only_prefills=True)
     needs = needs_a_block(house, age=2)
     rest_is_held(house)
-    assert writing.plan() == []
+    assert scheduler.plan() == []
     assert needs.state is RequestState.RUNNING
     assert read.state is RequestState.PREFILLED
     assert not revoked
 
 
 def test_what_is_ending_is_not_in_the_step():
-    house, writing, _ = make(6)
+    house, scheduler, _, _ = make(6)
     house.add("ends", 1, RequestState.RUNNING, 7, num_computed=6, ending={})
-    assert writing.plan() == []
+    assert scheduler.plan() == []

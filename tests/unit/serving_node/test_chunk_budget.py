@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from prefill_node import slack
+from prefill_node import chunk_budget as chunk_budget
 from serving_core import slo
 from serving_core.node.costs import StepCosts
 from tests.effort import effort, few
@@ -59,7 +59,7 @@ def test_a_tight_limit_makes_chunks_as_long_as_what_is_in_the_bank():
     assert len(prompt.times_s) == 1
     assert sum(found) == 1000
     assert max(found) < 300
-    assert min(found[:-1]) >= slack.LEAST_TOKENS
+    assert min(found[:-1]) >= chunk_budget.LEAST_TOKENS
     banked_s = (0.2 / 0.008 - 1) * (0.016 - 0.008)  # by some 24 tokens, each half of its time ahead
     assert found[0] == pytest.approx(banked_s / slo.PRIOR_FACTOR / 0.00105, rel=0.15)
 
@@ -87,7 +87,7 @@ def test_prompts_are_held_back_but_never_starved(monkeypatch):
     found, _, prompt = one_beside(0.016, num_tokens=8000, num_prompt_tokens=200)
     chunks_s = len(found) * WEIGHTS[3] + 200 * WEIGHTS[4]
     waited_s = prompt.times_s[0] - prompt.at_s
-    assert chunks_s / waited_s == pytest.approx(slack.PROMPT_TIME_SHARE, rel=0.1)
+    assert chunks_s / waited_s == pytest.approx(chunk_budget.PROMPT_TIME_SHARE, rel=0.1)
 
 
 def test_one_that_would_catch_up_is_let():
@@ -111,7 +111,7 @@ def check_step(step):
 
 
 def exact_schedule(seed, monkeypatch):
-    monkeypatch.setattr(slack, "PROMPT_TIME_SHARE", 0.0)
+    monkeypatch.setattr(chunk_budget, "PROMPT_TIME_SHARE", 0.0)
     random = Random(seed)
     node = clocked()
 
@@ -124,7 +124,7 @@ def exact_schedule(seed, monkeypatch):
 
 
 def kept_schedule(seed, monkeypatch):
-    monkeypatch.setattr(slack, "PROMPT_TIME_SHARE", 0.0)
+    monkeypatch.setattr(chunk_budget, "PROMPT_TIME_SHARE", 0.0)
     random = Random(seed)
     node = clocked()
     for _ in node.run(some_load(random, lambda: random.uniform(1.001, 3.0) * SLOWEST_S)):

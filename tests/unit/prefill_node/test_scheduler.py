@@ -2,8 +2,8 @@
 
 import pytest
 
-from prefill_node import slack
-from prefill_node.reading import MAX_SCORED_TOKENS, Reading, num_cacheable
+from prefill_node import chunk_budget as chunk_budget
+from prefill_node.scheduler import MAX_SCORED_TOKENS, PrefillScheduler, num_cacheable
 from serving_core.node.costs import StepCosts
 from serving_core.node.requests import RequestEvent, RequestState
 from serving_core.requests import SampledToken, SamplingParams
@@ -13,7 +13,7 @@ from tests.unit.serving_node.node_requests_kit import House
 
 def make(num_blocks=32, tokens_per_s=0.0):
     house = House(num_blocks)
-    return house, Reading(house.node_requests, house.leases, StepCosts(tokens_per_s), max_num_queued=100)
+    return house, PrefillScheduler(house.node_requests, house.leases, StepCosts(tokens_per_s), max_num_queued=100)
 
 
 def plan(house, reading, budget, *, slots=(), start=None):
@@ -83,7 +83,7 @@ def test_a_step_takes_on_nothing_that_makes_a_prompt_late_which_ends_in_it():
 def test_what_is_left_of_a_step_goes_to_a_prompt_that_a_step_of_its_own_would_not_hold():
     """A step holds SHORT_TOKENS at least, as long as they take."""
     margin = PRIOR_FACTOR
-    longest = slack.SHORT_TOKENS
+    longest = chunk_budget.SHORT_TOKENS
     assert limited(38.5 * margin, None, nums_tokens=(20, longest + 1)) == [("a", 0, 20), ("b", 0, 18)]
     assert limited(38.5 * margin, None, nums_tokens=(20, longest)) == [("a", 0, 20)]
 
@@ -94,7 +94,7 @@ def test_what_is_left_of_a_step_goes_to_a_prompt_that_a_step_of_its_own_would_no
         ((None,), 280),  # nobody waits for its end
         ((400.0,), 80),  # a quarter of 400 s in all
         ((400.0, 1000.0), 60),
-        ((100.0,), slack.SHORT_TOKENS - 20),  # and not shorter than that, however urgent
+        ((100.0,), chunk_budget.SHORT_TOKENS - 20),  # and not shorter than that, however urgent
     ],
 )
 def test_steps_are_short_while_prompts_come_with_limits(dues_s, num_tokens):

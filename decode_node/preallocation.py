@@ -22,7 +22,7 @@ from serving_core.node.requests import Incoming, NodeRequest, NodeRequests, Requ
 SHARED_BLOCKS: Final = 4  # a request does not wait for fewer shared blocks in transfer
 
 
-class Credit:
+class Preallocation:
     """Track which requests wait for blocks on this node and which have credit."""
 
     def __init__(self, node_requests: NodeRequests, leases: Leases, *, max_num_queued: int) -> None:
@@ -45,7 +45,7 @@ class Credit:
         if sum(not each.is_to_share for each in waiting) >= self._max_num_queued:  # sharers have running slots
             raise RequestError(reasons.QUEUE_FULL, f"the decode queue holds its {self._max_num_queued} requests")
 
-    def grant(self, node_request: NodeRequest, *, num_spare: int) -> bool:
+    def reserve(self, node_request: NodeRequest, *, num_spare: int) -> bool:
         """Reserve the blocks of a waiting request if that leaves `num_spare` blocks free. Return whether it did."""
         num_to_hold, num_cacheable = _tokens_to_hold(node_request), _num_cacheable(node_request)
         if not self._leases.take(node_request, num_to_hold, num_cacheable=num_cacheable, num_spare=num_spare):
@@ -115,7 +115,7 @@ class Credit:
         self._leases.copied(node_request, made)
         self._leases.publish(node_request)
 
-    def take_back(self, node_request: NodeRequest, now: float) -> None:
+    def release(self, node_request: NodeRequest, now: float) -> None:
         """Release a credit without KV; the request waits again."""
         self._leases.give_back(node_request)
         self._node_requests.apply(node_request, RequestEvent.REVOKED)

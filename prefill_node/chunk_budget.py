@@ -19,9 +19,8 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-from prefill_node.order import Pace, due_s
 from serving_core.node.costs import StepCosts, StepLoad
 from serving_core.node.requests import NodeRequest
 from serving_core.slo import PROMPT_TIME_SHARE, Margin
@@ -36,6 +35,18 @@ DECODE_RUN: Final = 16  # steps without prompts whose errors count together
 WEIGHED_EVERY: Final = 2  # one in so many decode steps is predicted to learn the error
 SHORT_TOKENS: Final = 64  # that a step may compute whatever the time limit
 FIXED_SHARE: Final = 0.2  # limit for the share of fixed costs in a step that is kept short
+
+
+class StepPace(NamedTuple):
+    """Describe the steps of a node.
+
+    A step takes `bare_s` seconds without prompts, computes at most `num_tokens` prompt tokens, and rarely takes longer
+    than `factor` times the expected time.
+    """
+
+    bare_s: float
+    num_tokens: int
+    factor: float
 
 
 @dataclass(slots=True)
@@ -58,7 +69,7 @@ class _Step:
         return self.bare_s + self.chunks_s
 
 
-class Slack:
+class ChunkBudget:
     """Limit what the prompts of one node take of each step: `begin`, then `afford` for each chunk, then `took`."""
 
     def __init__(self, costs: StepCosts) -> None:
@@ -73,7 +84,7 @@ class Slack:
         self._newest_age = -1
         self._given_s: deque[float] = deque(maxlen=NUM_RECENT)  # TTFT budget of recent prompts at their arrival
 
-    def pace(self, budget: int) -> Pace:
+    def pace(self, budget: int) -> StepPace:
         """Return the pace of the steps that compute prompts, with at most `budget` tokens each.
 
         Call after `begin`, and only if a prompt has a limit. The slack of running sequences is not subtracted, since it
@@ -83,7 +94,7 @@ class Slack:
         assert step is not None, "nobody has limits"
         self._weigh(step)
         longest = self._costs.num_tokens_within(step.beside_s, 0, is_first=True)
-        return Pace(step.bare_s, max(SHORT_TOKENS, int(min(budget, longest))), step.factor)
+        return StepPace(step.bare_s, max(SHORT_TOKENS, int(min(budget, longest))), step.factor)
 
     @property
     def decode_margin(self) -> float:
@@ -220,3 +231,8 @@ def least_bank_s(answers: Sequence[NodeRequest], now: float, step_s: float) -> f
         if not is_lost:
             banks_s.append(bank_s)
     return min(banks_s)
+
+
+def due_s(prompt: NodeRequest) -> float:
+    """Return the deadline of the token that the prompt is computed for; inf without a deadline."""
+    return math.inf if prompt.due is None else prompt.due.token_s(prompt.request.num_output_tokens)

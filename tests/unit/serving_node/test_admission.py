@@ -2,16 +2,16 @@
 
 import pytest
 
-from decode_node.batch import Writing
-from decode_node.credit import Credit
-from prefill_node.reading import Reading
+from decode_node.preallocation import Preallocation
+from decode_node.preemption import Preemption
+from prefill_node.scheduler import PrefillScheduler
 from serving_core.node.costs import StepCosts
 from serving_core.node.requests import Host, RequestEvent, RequestState
 from serving_core.slo import Due
+from serving_node.admission import Admission
 from serving_node.decisions import RecallRemoteKV
 from serving_node.distributed_kv.source import DistributedKV
 from serving_node.outputs import Endings
-from serving_node.room import Room
 from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 from tests.unit.serving_node.slack_kit import ExactCosts
 
@@ -24,26 +24,26 @@ class Node(House):
     def __init__(self, num_blocks=16, num_slots=2, costs=None, tile_blocks=TILE_BLOCKS):
         super().__init__(num_blocks)
         self.revoked = []
-        reading = Reading(self.node_requests, self.leases, StepCosts(), max_num_queued=9)
-        self.credit = Credit(self.node_requests, self.leases, max_num_queued=9)
-        writing = Writing(self.node_requests, self.leases, self.revoked.append)
+        prefill = PrefillScheduler(self.node_requests, self.leases, StepCosts(), max_num_queued=9)
+        self.preallocation = Preallocation(self.node_requests, self.leases, max_num_queued=9)
+        preemption = Preemption(self.node_requests, self.leases, self.revoked.append)
         self.endings = Endings(self.node_requests, self.leases)
-        self.room = Room(
-            self.node_requests, self.leases, reading, self.credit, writing, costs or StepCosts(), num_slots
+        self.admission = Admission(
+            self.node_requests, self.leases, prefill, self.preallocation, preemption, costs or StepCosts(), num_slots
         )
         parts = self.node_requests, self.leases, self.allocator, self.endings
         self.distributed = DistributedKV(*parts, tile_blocks * LAYOUT.block_size)
-        self.distributed.join(self.room, writing)
-        self.hosting, self.claim = self.distributed.hosting, self.room.reserve
+        self.distributed.join(self.admission, preemption)
+        self.hosting, self.claim = self.distributed.hosting, self.admission.reserve
 
     def fill_slots(self):
         return [self.add(f"answer-{age}", age, RequestState.RUNNING, 1) for age in (1, 2)]
 
     def granted(self):
-        return [each.request.request_id for each in self.room.grant()]
+        return [each.request.request_id for each in self.admission.preallocate()]
 
     def may_start(self, *node_requests):
-        gate = self.room.gate(lambda node_request, num_spare: False)
+        gate = self.admission.start_rule(lambda node_request, num_spare: False)
         return [gate(each) for each in node_requests]
 
 
@@ -53,15 +53,15 @@ def test_blocks_that_are_awaited_and_one_for_each_answer():
     node.add("granted", 3, RequestState.RECEIVING_KV, 5)
     node.add("read", 4, RequestState.PREFILLING, 5)
     node.add("outgoing", 5, RequestState.PREFILLING, 5, only_prefills=True)
-    assert node.room.num_awaited() == node.room.num_running() == 4
+    assert node.admission.num_blocks_wanted() == node.admission.num_running() == 4
     node.add("queued", 6, RequestState.WAITING, 8)  # 9 tokens
-    assert node.room.num_awaited() == 4 + 3
+    assert node.admission.num_blocks_wanted() == 4 + 3
     node.add("awaiting", 7, RequestState.WAITING_FOR_BLOCKS, 8, num_ahead=5)  # 13
-    assert node.room.num_awaited() == 4 + 3 + 4
+    assert node.admission.num_blocks_wanted() == 4 + 3 + 4
     node.add("queued for another", 8, RequestState.WAITING, 8, only_prefills=True)  # 8
-    assert node.room.num_awaited() == 4 + 3 + 4 + 2
+    assert node.admission.num_blocks_wanted() == 4 + 3 + 4 + 2
     node.add("stopped", 9, RequestState.FROZEN, 1)
-    assert node.room.num_running() == 5
+    assert node.admission.num_running() == 5
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_prompt_whose_blocks_come_from_elsewhere_waits_for_them(only_prefills)
     node = Node(num_slots=3)
     node.fill_slots()
     queued, asked = node.add("queued", 9, RequestState.WAITING, 5, only_prefills=only_prefills), []
-    gate = node.room.gate(lambda *given: asked.append(given) or True)
+    gate = node.admission.start_rule(lambda *given: asked.append(given) or True)
     assert not gate(queued)
     assert asked == [(queued, 2)]  # a block for each answer is to be left
 
@@ -144,7 +144,7 @@ def test_a_prompt_that_starts_leaves_it_too_unless_it_is_older(age, num_tokens, 
     node.add("ahead", 3, RequestState.RECEIVING_KV, 20, salt="same", is_receiving=True)
     node.add("behind", 4, RequestState.WAITING_FOR_BLOCKS, 20, salt="same")
     assert node.granted() == []
-    assert node.room.start(node.add("queued", age, RequestState.WAITING, num_tokens)) == starts
+    assert node.admission.start(node.add("queued", age, RequestState.WAITING, num_tokens)) == starts
 
 
 @pytest.mark.parametrize("facts", [{}, {"is_receiving": True}, {"is_receiving": True, "is_coming": True}, READY])
@@ -164,7 +164,7 @@ def test_nobody_gives_way_to_what_is_younger_than_a_claim(age, makes_way):
     node.claim.put(4, now=0.0, step_s=0.0)
     node.add("waiting", age, RequestState.WAITING, 60)
     node.add("read", 9, RequestState.PREFILLED, 40, only_prefills=True)
-    assert node.room.make_way() == makes_way
+    assert node.admission.preempt_for_older() == makes_way
 
 
 @pytest.mark.parametrize(("num_tokens", "age", "may_start"), [(19, 5, True), (20, 5, False), (20, 3, True)])
@@ -219,7 +219,7 @@ def test_a_younger_one_gives_its_blocks_to_an_older_one_that_has_none(stage):
     younger = node.add("younger", 9, stage, 60)
     node.add("youngest", 12, RequestState.WAITING, 8)  # which has none
     node.add("older", 3, RequestState.WAITING, 8, only_prefills=True)
-    assert node.room.make_way()
+    assert node.admission.preempt_for_older()
     assert (younger.state, younger.lease) == (RequestState.WAITING, None)
 
 
@@ -229,16 +229,16 @@ def test_what_starts_takes_blocks_from_what_is_read_where_it_is_for_another_node
     node = Node()
     node.add("answer", 1, RequestState.RUNNING, 1)
     read = node.add("read", 9, RequestState.PREFILLED, 24, only_prefills=True)
-    assert node.room.start(node.add("older", 3, RequestState.WAITING, 11, only_prefills=only_prefills))
+    assert node.admission.start(node.add("older", 3, RequestState.WAITING, 11, only_prefills=only_prefills))
     assert (read.lease is None) == only_prefills
 
 
 def test_a_kept_prompt_that_is_about_to_leave_gets_no_slot():
     node = Node()
     kept = node.add("kept", 3, RequestState.PREFILLED, 5, only_prefills=True, is_kept=True, ending={})
-    assert not node.room.slot()
+    assert not node.admission.start_kept()
     kept.ending = None
-    assert node.room.slot()
+    assert node.admission.start_kept()
 
 
 def test_a_read_prompt_that_is_kept_gets_a_slot_and_not_blocks_of_what_has_none():
@@ -246,7 +246,7 @@ def test_a_read_prompt_that_is_kept_gets_a_slot_and_not_blocks_of_what_has_none(
     node.add("kept", 3, RequestState.PREFILLED, 5, only_prefills=True, is_kept=True)
     granted = node.add("granted", 5, RequestState.RECEIVING_KV, 5, is_receiving=True)
     read = node.add("read", 9, RequestState.PREFILLED, 5, only_prefills=True)
-    assert not node.room.make_way()  # the running slot comes free later
+    assert not node.admission.preempt_for_older()  # the running slot comes free later
     assert node.revoked == [granted]
     assert read.lease is not None
 
@@ -270,7 +270,7 @@ def test_nobody_is_stranded_while_something_comes_free_anyway(stage, facts):
     assert node.distributed.stranded() is waiting
     node.add("going", 6, stage, 1, **facts)
     assert node.distributed.stranded() is None
-    assert not node.room.make_way()
+    assert not node.admission.preempt_for_older()
 
 
 @pytest.mark.parametrize("stage", [RequestState.WAITING, RequestState.PREFILLING])
@@ -280,7 +280,7 @@ def test_nobody_takes_what_others_gave_up_for_an_older_one(stage):
     older = node.add("older", 3, stage, 8, num_computed=8, hosts=HOSTS)
     older.request.token_ids += [0] * 30
     read = node.add("read", 9, RequestState.PREFILLED, 40, only_prefills=True)
-    assert node.room.make_way()
+    assert node.admission.preempt_for_older()
     assert read.lease is None
     younger = node.add("younger", 5, RequestState.WAITING, 1)
     assert node.may_start(younger) == [False]
@@ -289,7 +289,7 @@ def test_nobody_takes_what_others_gave_up_for_an_older_one(stage):
         assert node.may_start(younger) == [True]
         older.num_computed += 4  # what it lacks from now on nobody has given up for it
     else:
-        assert node.room.start(older)
+        assert node.admission.start(older)
         node.node_requests.apply(older, RequestEvent.STARTED)
         older.num_computed = 0
     assert node.may_start(younger) == [True]
@@ -317,6 +317,6 @@ def test_what_others_gave_up_for_an_older_one_is_for_no_tiles(facts):
     node = Node(num_slots=4)
     older = node.add("older", 3, RequestState.WAITING, 8)
     node.add("read", 9, RequestState.PREFILLED, 60, only_prefills=True)
-    assert node.room.make_way()
+    assert node.admission.preempt_for_older()
     older.ending = facts.get("ending")
     assert [node.distributed.may_host(age) for age in (2, 4)] == [True, bool(facts)]

@@ -1,14 +1,24 @@
 """Schedule prefill: which tokens of which prompt the next step computes. No I/O, no clock.
 
-The order is oldest first, or by deadlines and priorities (prefill_node/order.py). A step takes tokens of prompts until
-its token budget is spent, so a long prompt is computed in chunks and several short prompts share a step. Beside
-sequences with a TPOT limit, time is a budget too (prefill_node/slack.py). A prompt starts only when the pool has blocks
-for all of it, so every started prompt can finish.
+A step takes tokens of prompts until its token budget is spent, so a long prompt is computed in chunks and several short
+prompts share a step. Beside sequences with a TPOT limit, time is a budget too (prefill_node/chunk_budget.py). A prompt
+starts only when the pool has blocks for all of it, so every started prompt can finish.
 
 A prompt starts with the leading blocks that are in the prefix cache and computes the rest. It does not start beside a
 prompt that computes the same beginning, but after that prompt. It always computes its last token if a token is sampled
 from the logits or if the hidden state is the prompt's embedding. It computes all tokens if the prompt is scored or a
 mean is pooled. It publishes its own full blocks step by step.
+
+The order is oldest first without deadlines and priorities. Of the prompts with a deadline, as many as can be in time
+come first, earliest deadline first. If a prompt would be late, the longest prompt chosen up to there steps back
+(Moore-Hodgson algorithm: no order has more jobs in time). A prompt counts as in time if it would be even with step
+times at their upper margin (serving_core/slo.py). No prompt steps back for a prompt of lower priority: the number in
+time is maximized for the highest priority, then for the next priority in the remaining time, and so on. Behind them
+come the prompts without a deadline and the prompts that would be late, by priority, then by age.
+
+Those last prompts have a floor: their oldest prompt earns a share of all tokens computed before it. When the share
+reaches the tokens that the prompt lacks, the prompt comes first, whatever its priority. So no prompt starves, and short
+bursts keep their order.
 """
 
 import math
@@ -16,14 +26,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from prefill_node.order import Order
-from prefill_node.slack import Slack
+from prefill_node.chunk_budget import ChunkBudget, StepPace, due_s
 from serving_core import reasons
 from serving_core.errors import RequestError
 from serving_core.node.costs import StepCosts, StepLoad
 from serving_core.node.leases import Leases
 from serving_core.node.requests import NodeRequest, NodeRequests, RequestEvent, RequestState
-from serving_core.requests import MEAN, Work
+from serving_core.requests import MEAN, Request, Work
+from serving_core.slo import timely
 
 MAX_SCORED_TOKENS: Final = 256  # in one step: the logits of all of them are in memory at once
 SHARED: Final = 1 / 8  # of a step's tokens: a prompt does not wait for fewer shared tokens
@@ -47,7 +57,7 @@ def all_of_them(_: NodeRequest, num_tokens: int) -> int:
     return num_tokens
 
 
-class Reading:
+class PrefillScheduler:
     """Schedule the prompts of one node."""
 
     def __init__(
@@ -66,7 +76,7 @@ class Reading:
         self._fit = fit
         self._node_requests = node_requests
         self._leases = leases
-        self._slack, self._order = Slack(costs), Order(costs, self._num_held)
+        self._slack, self._order = ChunkBudget(costs), PromptOrder(costs, self._num_held)
         self._max_num_queued = max_num_queued
         self.num_prompt_tokens = 0  # of all started prompts
         self.num_cached_tokens = 0  # of `num_prompt_tokens`, taken from the prefix cache
@@ -255,3 +265,88 @@ def num_cacheable(node_request: NodeRequest) -> int:
     if node_request.only_prefills:
         return node_request.num_given - (not node_request.has_first_token)
     return len(request.token_ids) - 1
+
+
+# ---- order ----
+
+FLOOR: Final = 0.05  # share of computed prompt tokens that the oldest overtaken prompt earns
+
+
+class PromptOrder:
+    """Order the prompts of one node: call `of`, then `took` with the planned chunks."""
+
+    def __init__(self, costs: StepCosts, num_held: Callable[[NodeRequest], int] = lambda _: 0) -> None:
+        """Create the order.
+
+        `num_held` returns how many leading tokens the pool holds of a prompt that has no blocks yet.
+        """
+        self._costs, self._num_held = costs, num_held
+        self._hopeless: list[NodeRequest] = []  # prompts of the last order that are refused: they cannot be in time
+        self._num_owed = 0.0  # tokens earned by the oldest overtaken prompt; at most the tokens it lacks
+        self._oldest: Request | None = None
+        self._first: frozenset[Request] = frozenset()  # prompts that come before `_oldest`
+
+    def of(self, prompts: list[NodeRequest], now: float, pace: Callable[[], StepPace]) -> list[NodeRequest]:
+        """Return these prompts, given oldest first, in the order in which they are computed.
+
+        The prompts that `take_hopeless` returns are left out. `pace` is called only if a prompt has a deadline.
+        """
+        first = self._timely(prompts, now, pace)
+        chosen = {*first, *self._hopeless}
+        back = [each for each in prompts if each not in chosen]
+        if not back:
+            self._num_owed, self._oldest, self._first = 0.0, None, frozenset()
+            return first
+        ordered = first + sorted(back, key=lambda each: each.priority)
+        oldest, num_lacking = back[0], back[0].num_to_compute
+        place = ordered.index(oldest)
+        self._num_owed = min(self._num_owed, num_lacking)
+        self._oldest, self._first = oldest.request, frozenset(each.request for each in ordered[:place])
+        if self._num_owed == num_lacking:
+            ordered.insert(0, ordered.pop(place))
+        return ordered
+
+    def take_hopeless(self) -> list[NodeRequest]:
+        """Return, once, the prompts that the last order left out; they cannot be in time and must be refused."""
+        hopeless, self._hopeless = self._hopeless, []
+        return hopeless
+
+    def took(self, works: Sequence[Work]) -> None:
+        """Record which prompt tokens the planned step computes."""
+        for work in works:
+            if work.request is self._oldest:
+                self._num_owed = max(0.0, self._num_owed - work.num_tokens)
+            elif work.request in self._first:
+                self._num_owed += FLOOR * work.num_tokens
+
+    def _timely(self, prompts: list[NodeRequest], now: float, pace: Callable[[], StepPace]) -> list[NodeRequest]:
+        self._hopeless = []
+        limited = [(each, at_s) for each in prompts if (at_s := due_s(each)) < math.inf]
+        if not limited:
+            return []
+        bare_s, most_tokens, factor = pace()
+        of_prompt = self._costs.weights.of_prompt
+        expected_s = [of_prompt(each.num_computed, each.num_to_compute, most_tokens, bare_s) for each, _ in limited]
+        for (each, at_s), seconds in zip(limited, expected_s, strict=True):
+            if _is_refusable(each) and now + seconds > at_s and now + self._least_s(each, most_tokens, bare_s) > at_s:
+                self._hopeless.append(each)
+        high_s = [factor * seconds for seconds in expected_s]
+        found = timely(high_s, [at_s - now for _, at_s in limited], [each.priority for each, _ in limited])
+        return [limited[index][0] for index in found]
+
+    def _least_s(self, prompt: NodeRequest, most_tokens: int, bare_s: float) -> float:
+        """Return the seconds that a prompt takes if its cached tokens count; looking them up is slow."""
+        num_held = self._num_held(prompt) if prompt.lease is None else prompt.num_computed
+        num_left = max(1, prompt.num_computed + prompt.num_to_compute - num_held)
+        return self._costs.weights.of_prompt(num_held, num_left, most_tokens, bare_s)
+
+
+def _is_refusable(prompt: NodeRequest) -> bool:
+    """Return whether a prompt may be refused if it would be late.
+
+    Less than half of the prompt is computed, no blocks of it come from elsewhere, and no token has been reported.
+    """
+    due, num_tokens = prompt.due, prompt.num_computed + prompt.num_to_compute
+    is_new = 2 * prompt.num_computed < num_tokens and not prompt.request.num_output_tokens
+    is_here = prompt.waiting is None or (prompt.waiting.offer is None and not prompt.waiting.is_loading)
+    return due is not None and due.refuses_late and is_new and is_here and not prompt.in_step
