@@ -1,16 +1,18 @@
-"""The state machine of the coordinator's request in docs/architecture.md: `python -m tests.state_table` draws it."""
+"""The state machines of a request in docs/architecture.md: `python -m tests.state_table` draws them from their tables."""
 
 from typing import Final
 
 from coordinator.control.request import ON_NODES, State
 from coordinator.control.scheduler import DECISIONS, TRANSITIONS
-from tests.doc_table import DOCS, page_with
+from serving_core.node import requests as node_requests
+from serving_core.node.requests import RequestState
+from tests.doc_table import DOCS, text_with
 
 PAGE: Final = DOCS / "architecture.md"
 
 
 def arcs() -> dict[tuple[State, State], list[str]]:
-    """The words of each change of state, by the states before and after."""
+    """The words of each change of state at the coordinator, by the states before and after."""
     found: dict[tuple[State, State], list[str]] = {}
     for transition in (*TRANSITIONS, *DECISIONS):
         for before in sorted(transition.states):
@@ -19,8 +21,8 @@ def arcs() -> dict[tuple[State, State], list[str]]:
     return found
 
 
-def table() -> str:
-    """The part of the page between the marks. What all states on nodes have in common is drawn once."""
+def coordinator() -> str:
+    """The figure of the coordinator. What all states on nodes have in common is drawn once."""
     shared = {after for after in (State.QUEUED, State.FINISHED) if all((each, after) in arcs() for each in ON_NODES)}
     inner, outer = [], [f"    [*] --> {State.QUEUED.name}: submit"]
     for (before, after), words in arcs().items():
@@ -31,13 +33,28 @@ def table() -> str:
             outer.append(f"    {line}")
     outer += [f"    ON_NODES --> {after.name}: {', '.join(arcs()[State.DECODING, after])}" for after in sorted(shared)]
     outer.append(f"    {State.FINISHED.name} --> [*]")
-    lines = ["```mermaid", "stateDiagram-v2", "    state ON_NODES {", *inner, "    }", *outer, "```"]
-    return "\n".join(lines) + "\n"
+    return _figure(["    state ON_NODES {", *inner, "    }", *outer])
+
+
+def node() -> str:
+    """The figure of a node."""
+    lines = [
+        f"    [*] --> {RequestState.WAITING.name}: prefill is here",
+        f"    [*] --> {RequestState.WAITING_FOR_BLOCKS.name}: prefill is on another node, or a migration comes",
+    ]
+    for (before, event), (after, _) in node_requests.TRANSITIONS.items():
+        lines.append(f"    {before.name} --> {after.name}: {event.name.lower().replace('_', ' ')}")
+    return _figure(lines)
+
+
+def _figure(lines: list[str]) -> str:
+    return "\n".join(["```mermaid", "stateDiagram-v2", *lines, "```"]) + "\n"
 
 
 def page() -> str:
-    """The whole page, with the figure as it ought to be."""
-    return page_with(table(), PAGE, "tests.state_table")
+    """The whole page, with the figures as they ought to be."""
+    text = text_with(coordinator(), PAGE.read_text(), "tests.state_table")
+    return text_with(node(), text, "tests.state_table node")
 
 
 if __name__ == "__main__":
