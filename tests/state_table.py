@@ -1,4 +1,4 @@
-"""The state machines of a request in docs/architecture.md: `python -m tests.state_table` draws them from their tables."""
+"""The state machines of a request in docs/architecture.md, drawn from their tables by `python -m tests.state_table`."""
 
 from typing import Final
 
