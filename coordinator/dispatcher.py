@@ -56,7 +56,7 @@ class NodeLink:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.has_namesake = False  # whether another process has asked for the node's name
+        self.has_namesake = False  # whether another process claims the node's name
         self._unsent: asyncio.Queue[fleet_pb2.NodeCommand | RequestError] = asyncio.Queue()
 
     def send(self, command: fleet_pb2.NodeCommand) -> bool:
@@ -101,7 +101,7 @@ class Recipient(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
+class _OpenCall:
     call: Call
     asker: str
     number: int  # counts the client's calls for this request
@@ -129,7 +129,7 @@ class Dispatcher:
         self._journal = journal
         self._kinds = Kinds()
         self._links: dict[Node, NodeLink] = {}
-        self._calls: dict[str, _Live] = {}  # by request id
+        self._calls: dict[str, _OpenCall] = {}  # by request id
         self._answers: dict[str, Recipient] = {}
         self.is_draining = False
         self._idle = asyncio.Event()
@@ -312,7 +312,7 @@ class Dispatcher:
         """Start or continue the sequences of one call, and return the Generation that streams them; `close` must
         follow.
 
-        `record` collects the course of the call for logs and traces. A live earlier call of the same client ends first.
+        `record` collects the course of the call for logs and traces. An earlier call of the same client ends first.
         Raise RequestError, and then nothing has begun.
         """
         num_ended = sum(so_far.has_ended for so_far, _ in beginnings)
@@ -343,10 +343,10 @@ class Dispatcher:
         self._end_earlier(plan, record.asker)
         num_answers = sum(not each.has_ended for each in so_fars) + plan.num_behind
         self._scheduler.check_room(num_answers, now, record.asker)
-        self._calls[plan.request_id] = _Live(call, record.asker, plan.call_number)
+        self._calls[plan.request_id] = _OpenCall(call, record.asker, plan.call_number)
         self._journal.begun(record)
         if plan.pooling is None:
-            self._journal.asked(len(plan.samplings), plan.samplings[0].max_tokens)
+            self._journal.sized(len(plan.samplings), plan.samplings[0].max_tokens)
         self._idle.clear()
         # One Prompt for all sequences, so that it is hashed once.
         prompt = Prompt(plan.prompt, plan.cache_salt, plan.adapter, is_read_whole=plan.is_read_whole)
@@ -374,31 +374,31 @@ class Dispatcher:
             raise
 
     def _end_earlier(self, plan: AnswerPlan, asker: str) -> None:
-        """End a live earlier call of the same client. Raise RequestError for any other live call of this id."""
-        if (live := self._calls.get(plan.request_id)) is None:
+        """End an earlier open call of the same client. Raise RequestError for any other open call of this id."""
+        if (known := self._calls.get(plan.request_id)) is None:
             return
-        if live.asker != asker or live.number >= plan.call_number:
+        if known.asker != asker or known.number >= plan.call_number:
             raise RequestError(DUPLICATE_REQUEST_ID, f"request {plan.request_id} is live already")
-        live.call.fail(RequestError(ABORTED, f"request {plan.request_id} goes on in a later call"))
-        self.close(live.call)
+        known.call.fail(RequestError(ABORTED, f"request {plan.request_id} goes on in a later call"))
+        self.close(known.call)
 
     def stopped(self, call: Call, index: int) -> None:
-        """End a sequence of a live call in which the API server has found a stop string."""
-        if self._is_live(call):
+        """End a sequence of an open call in which the API server has found a stop string."""
+        if self._is_open(call):
             stop = inference_pb2.FINISH_REASON_STOP
             self._apply(self._scheduler.finish(call.answer_ids[index], stop, time.monotonic()))
 
     def give_up(self, call: Call, error: RequestError) -> None:
-        """End a live call with an error of its API server."""
-        if self._is_live(call):
+        """End an open call with an error of its API server."""
+        if self._is_open(call):
             self._apply(self._fail(call, error))
 
     def abort(self, request_id: str) -> bool:
-        """End all sequences of a live call as aborted. Return False for an unknown id."""
-        if (live := self._calls.get(request_id)) is None:
+        """End all sequences of an open call as aborted. Return False for an unknown id."""
+        if (known := self._calls.get(request_id)) is None:
             return False
         now = time.monotonic()
-        for answer_id in live.call.answer_ids:
+        for answer_id in known.call.answer_ids:
             self._apply(self._scheduler.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
         return True
 
@@ -407,7 +407,7 @@ class Dispatcher:
 
         A call that a later one has replaced is ignored.
         """
-        if not self._is_live(call):
+        if not self._is_open(call):
             return
         del self._calls[call.request_id]
         if not self._calls:
@@ -417,9 +417,9 @@ class Dispatcher:
             self._apply(self._scheduler.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
         self._journal.over(call.request_id)
 
-    def _is_live(self, call: Call) -> bool:
-        live = self._calls.get(call.request_id)
-        return live is not None and live.call is call
+    def _is_open(self, call: Call) -> bool:
+        known = self._calls.get(call.request_id)
+        return known is not None and known.call is call
 
     # ---- all ----
 
@@ -438,14 +438,14 @@ class Dispatcher:
         self.is_draining = True
 
     async def idle(self) -> None:
-        """Wait until no call is live."""
+        """Wait until no call is known."""
         await self._idle.wait()
 
     def stop(self) -> None:
         """End every call and every node's stream, with UNAVAILABLE."""
         error = RequestError(DRAINING, "the server has stopped")
-        for live in self._calls.values():
-            self._apply(self._fail(live.call, error))
+        for known in self._calls.values():
+            self._apply(self._fail(known.call, error))
         for node in list(self._links):
             logger.info("%s %s has left: %s", node.kind, node.name, error)
             self._apply(self._give_up(node, error))
@@ -459,8 +459,8 @@ class Dispatcher:
                 case Send(node, command):
                     link = self._links.get(node)
                     if link is not None and not link.send(command):
-                        unread = f"{MAX_UNSENT_COMMANDS} commands are unread"
-                        work.extend(self._lose(node, LossCause.COMMANDS, unread))
+                        unsent = f"{MAX_UNSENT_COMMANDS} commands are unsent"
+                        work.extend(self._lose(node, LossCause.COMMANDS, unsent))
                 case Embedded(answer_id, embedding):
                     if (answer := self._answers.get(answer_id)) is not None:
                         answer.generation.embedding = embedding

@@ -75,7 +75,7 @@ def main() -> None:
     complete = inference_pb2.Complete(completion_tokens=64, prompt_tokens=512, timeline=timeline)
     figures = of_node() | {
         "coordinator: counting, a token": cpu_us(lambda: metrics.tokens_came(1, 0.02, is_first=False), 20_000),
-        "coordinator: counting, an answer": cpu_us(lambda: metrics.answered("stop", complete), 2_000),
+        "coordinator: counting, an answer": cpu_us(lambda: metrics.ended("stop", complete), 2_000),
         "coordinator: a scrape, 4 nodes": of_coordinator(4),
         "coordinator: a scrape, 64 nodes": of_coordinator(64),
     }

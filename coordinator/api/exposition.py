@@ -17,7 +17,7 @@ from coordinator.api.connections import Sheds
 from coordinator.api.http.middleware import HttpCounts
 from coordinator.api.statuses import CODES
 from coordinator.control.instructions import FINISH_REASONS, MigrationOutcome
-from coordinator.control.metrics import LENT, NOT_LENT, Metrics
+from coordinator.control.metrics import FETCHED, NOT_FETCHED, Metrics
 from coordinator.control.nodes import DRAINED, LossCause, Node, Registry, has_path, num_kinds
 from coordinator.control.request import Phase
 from coordinator.control.scheduler import RESTART_REASONS, Scheduler
@@ -132,8 +132,8 @@ def _totals(metrics: Metrics) -> Iterator[Figure]:
     )
     yield total("proposed_tokens", "Candidates that were computed for answers that have ended.", metrics.num_proposed)
     yield total("accepted_tokens", "Of those, the ones that became tokens.", metrics.num_accepted)
-    yield total("blocks_lent", "Of prompts, that came from other nodes which held them.", metrics.num_blocks_lent)
-    yield total("lent_kv_bytes", "KV of those blocks.", metrics.num_lent_kv_bytes)
+    yield total("blocks_lent", "Of prompts, that came from other nodes which held them.", metrics.num_fetched_blocks)
+    yield total("lent_kv_bytes", "KV of those blocks.", metrics.num_fetched_kv_bytes)
     yield total("answers_kept", "Answers written where their prompts were read, for want of room.", metrics.num_kept)
     help = "Nodes lost that did not stop in good order."
     yield totals("node_losses", help, "cause", LossCause, metrics.node_losses)
@@ -145,7 +145,7 @@ def _totals(metrics: Metrics) -> Iterator[Figure]:
         "prefix_fetches",
         "Prefix fetches of blocks to nodes that read.",
         "outcome",
-        (LENT, NOT_LENT),
+        (FETCHED, NOT_FETCHED),
         metrics.prefix_fetches,
     )
     outcomes = [outcome.value for outcome in MigrationOutcome]

@@ -113,7 +113,7 @@ class Overview:
             load=self._scheduler.load_of(node),
             num_tokens_to_compute=account.tokens_to_compute,
             num_answers=account.num_answers,
-            num_to_come=account.num_to_come,
+            num_to_come=account.num_arriving,
             num_tokens_held=self._ledger.tokens_taken(node),
             num_pool_tokens=node.pool_tokens,
             prompt_tokens_per_s=_rate(first, latest, latest.num_prompt_tokens - first.num_prompt_tokens),

@@ -55,7 +55,7 @@ class MigrationOutcome(Enum):
     """How a migration ended; the values are labels of a metric."""
 
     MIGRATED = "migrated"
-    REFUSED = "refused"  # the target had no room or was lost; the source was not told
+    REFUSED = "refused"  # the target had no room or was lost; the source knows nothing
     FAILED = "failed"  # the KV did not arrive; the source decodes on
     ENDED = "ended"  # the request ended first, or was restarted on other nodes
 
@@ -67,7 +67,7 @@ class MigrationEnded(NamedTuple):
     source: Node
     target: Node
     outcome: MigrationOutcome
-    started_s: float  # when the target was asked
+    started_s: float  # when Reserve was sent to the target
     ended_s: float
     num_kv_bytes: int = 0
 

@@ -79,7 +79,7 @@ class Prompt:
     ) -> None:
         """Create a prompt. With `is_read_whole` every token is computed, whatever is cached
         (prefill_node/scheduler.py)."""
-        self._is_read_whole = is_read_whole
+        self._is_computed_whole = is_read_whole
         self.token_ids = list(token_ids)
         self.cache_salt = cache_salt
         self.adapter = adapter
@@ -100,10 +100,10 @@ class Prompt:
         """Return the prompt of a later attempt, which has these output tokens too and needs no prompt logprobs."""
         return Prompt([*self.token_ids, *token_ids], self.cache_salt, self.adapter) if token_ids else self
 
-    def tokens_held(self, node: Node) -> int:
+    def tokens_cached(self, node: Node) -> int:
         """Return the leading tokens, in whole blocks, that the node has reported as cached. It may have evicted them
         since."""
-        if self._is_read_whole or not node.hints:
+        if self._is_computed_whole or not node.hints:
             return 0
         block_size = node.block_size
         if len(self) < block_size:
@@ -114,11 +114,11 @@ class Prompt:
         if not self._begins_on(node):
             return 0
 
-        def is_held(name: bytes) -> bool:
+        def is_cached(name: bytes) -> bool:
             return hint_of(name) in node.hints
 
-        held, _ = self._names.find(self.token_ids, len(self) // block_size, node.numerics_ids, is_held)
-        return len(held) * block_size
+        found, _ = self._names.find(self.token_ids, len(self) // block_size, node.numerics_ids, is_cached)
+        return len(found) * block_size
 
     def _begins_on(self, node: Node) -> bool:
         """Return whether the node reports to hold the first block. This decides quickly for most nodes."""
@@ -142,7 +142,7 @@ class Prompt:
 
     def hashes_shared(self, block_size: int) -> Sequence[int]:
         """Return the hashes of the blocks that a decode node may share between this request and others."""
-        return () if self._is_read_whole else self.block_hashes(block_size)
+        return () if self._is_computed_whole else self.block_hashes(block_size)
 
     def tokens_to_compute(self, node: Node, coming: Container[int] = ()) -> int:
         """Return the tokens that the node would have to compute, given the blocks of the hashes `coming`.
@@ -151,12 +151,12 @@ class Prompt:
         of its block.
         """
         block_size = node.block_size
-        num_shared = max(self.tokens_held(node), self.tokens_among(node, coming))
+        num_shared = max(self.tokens_cached(node), self.tokens_among(node, coming))
         return len(self) - min(num_shared, (len(self) - 1) // block_size * block_size)
 
     def tokens_among(self, node: Node, hashes: Container[int]) -> int:
         """Return the leading tokens, in whole blocks, whose hashes are among those of other prompts of the node."""
-        if self._is_read_whole or not hashes or not node.shares_blocks:
+        if self._is_computed_whole or not hashes or not node.shares_blocks:
             return 0
         return num_leading(self.block_hashes(node.block_size), hashes) * node.block_size
 
@@ -171,7 +171,7 @@ class LengthEstimator:
 
     def __init__(self) -> None:
         self._lengths: deque[int] = deque()
-        self._sorted: list[int] = []  # the same, sorted: every placement asks, and outputs end less often
+        self._sorted: list[int] = []  # the same, sorted: every placement reads it, and outputs end less often
 
     def ended(self, num_tokens: int) -> None:
         """Record the length of an output, in tokens."""
@@ -252,9 +252,9 @@ class Account:
     tokens_to_compute: int = 0  # prompt tokens
     tokens_held: int = 0  # prompt and output tokens of the sequences that it decodes or will decode
     num_answers: int = 0  # sequences that it decodes or will decode
-    num_to_come: int = 0  # those of num_answers without a token that other nodes prefill
+    num_arriving: int = 0  # those of num_answers without a token that other nodes prefill
     tokens_outgoing: int = 0  # of prompts that it has prefilled for other nodes and still holds
-    num_unread: int = 0  # those of num_answers that it still has to prefill itself
+    num_unprefilled: int = 0  # those of num_answers that it still has to prefill itself
 
 
 NOTHING: Final = Account()
@@ -267,28 +267,28 @@ class _Part:
     tokens_to_compute: int = 0
     tokens_held: int = 0
     is_decoded: bool = False
-    is_to_come: bool = False
+    is_arriving: bool = False
     tokens_outgoing: int = 0
-    read: Sequence[int] = ()  # hashes of the prompt that it prefills, or has prefilled and holds
-    held: Sequence[int] = ()  # hashes of the blocks that it may share with other requests
+    prefill_hashes: Sequence[int] = ()  # hashes of the prompt that it prefills, or has prefilled and holds
+    decode_hashes: Sequence[int] = ()  # hashes of the blocks that it may share with other requests
 
 
 class LimitedPart(NamedTuple):
     """Describe the part of a node in a request with an SLO.
 
     `num_to_compute` tokens of the prompt are to be prefilled here. `is_decoded`: the sequence is decoded here and holds
-    `tokens_held` tokens of the pool, with the hashes `held`. `num_output` tokens have come, and `num_left` more are
-    expected, at least 1. `is_to_come`: it has no token yet, and another node prefills it. `prefill node` is the node
-    that still has to prefill the prompt."""
+    `tokens_held` tokens of the pool, with the block hashes `decode_hashes`. `num_output` tokens have come, and
+    `num_left` more are expected, at least 1. `is_arriving`: it has no token yet, and another node prefills it. `prefill
+    node` is the node that still has to prefill the prompt."""
 
     num_to_compute: int
     tokens_held: int
-    held: Sequence[int]
+    decode_hashes: Sequence[int]
     is_decoded: bool
     due: Due
     num_output: int
     num_left: int
-    is_to_come: bool
+    is_arriving: bool
     prefill_node: Node | None
 
 
@@ -333,8 +333,8 @@ class Ledger:
         self._most_left: dict[Node, int] = {}
         self._uncounted: set[Node] = set()  # nodes whose _most_left is out of date
         self._counted_s = -inf  # when all nodes were last counted
-        self._read: dict[Node, HashCounts] = {}  # of all parts of the node, as `read` and `held` have them
-        self._held: dict[Node, HashCounts] = {}
+        self._prefill_hashes: dict[Node, HashCounts] = {}  # of all parts of the node, as _Part has them
+        self._decode_hashes: dict[Node, HashCounts] = {}
 
     def of(self, node: Node) -> Account:
         """Return the account of a node. Use it at once and do not change it: it changes with the ledger."""
@@ -346,7 +346,7 @@ class Ledger:
         A prompt with the same beginning finds these blocks once it is prefilled (prefill_node/scheduler.py); the node
         reports them much later.
         """
-        return self._read.get(node, ())
+        return self._prefill_hashes.get(node, ())
 
     def is_idle(self, node: Node) -> bool:
         """Return whether the node has finished all that it was given."""
@@ -357,20 +357,22 @@ class Ledger:
 
         Besides sequences, prompts for other nodes count, up to half of the pool (serving_node/admission.py).
         """
-        account, held = self.of(node), self._held.get(node)
+        account, hashes = self.of(node), self._decode_hashes.get(node)
         num_outgoing = account.tokens_outgoing
-        if held is not None and node.shares_blocks:
-            num_outgoing -= held.num_repeated * node.block_size
+        if hashes is not None and node.shares_blocks:
+            num_outgoing -= hashes.num_repeated * node.block_size
         return account.tokens_held + min(num_outgoing, node.pool_tokens // 2)
 
     def tokens_shared(self, node: Node, prompt: Prompt) -> int:
         """Return the leading tokens of one more prompt that the node's pool has already."""
-        return prompt.tokens_among(node, self._held.get(node, ()))
+        return prompt.tokens_among(node, self._decode_hashes.get(node, ()))
 
     def tokens_alone(self, node: Node, part: LimitedPart) -> int:
         """Return the pool tokens that become free when one of the node's sequences ends: those that no other request
         shares."""
-        num_shared = self._held[node].num_shared(part.held) if part.held and node.shares_blocks else 0
+        num_shared = (
+            self._decode_hashes[node].num_shared(part.decode_hashes) if part.decode_hashes and node.shares_blocks else 0
+        )
         return part.tokens_held - num_shared * node.block_size
 
     def tokens_spared(self, request_id: str) -> float:
@@ -379,8 +381,10 @@ class Ledger:
         Of a block that k requests share, each holds the k-th part.
         """
         parts = self._requests.get(request_id, _Request()).parts.items()
-        sharing = [(node, part.held) for node, part in parts if part.held and node.shares_blocks]
-        return max((self._held[node].num_spared(held) * node.block_size for node, held in sharing), default=0.0)
+        sharing = [(node, part.decode_hashes) for node, part in parts if part.decode_hashes and node.shares_blocks]
+        return max(
+            (self._decode_hashes[node].num_spared(hashes) * node.block_size for node, hashes in sharing), default=0.0
+        )
 
     def running(self) -> Running:
         """Count the running sequences. The cost grows with the number of requests."""
@@ -391,12 +395,12 @@ class Ledger:
 
     def _tokens_repeated(self, pairs: Collection[tuple[Node, _Part]]) -> int:
         """Return by how many tokens sharing reduces what these decoded parts hold together."""
-        seen: dict[Node, set[int]] = {node: set() for node, part in pairs if part.held and node.shares_blocks}
+        seen: dict[Node, set[int]] = {node: set() for node, part in pairs if part.decode_hashes and node.shares_blocks}
         num_tokens = 0
         for node, part in pairs:
             if (hashes := seen.get(node)) is not None:
-                num_seen = num_leading(part.held, hashes)
-                hashes.update(part.held[num_seen : self._held[node].num_shared(part.held)])
+                num_seen = num_leading(part.decode_hashes, hashes)
+                hashes.update(part.decode_hashes[num_seen : self._decode_hashes[node].num_shared(part.decode_hashes)])
                 num_tokens += num_seen * node.block_size
         return num_tokens
 
@@ -413,12 +417,12 @@ class Ledger:
             yield LimitedPart(
                 part.tokens_to_compute,
                 part.tokens_held,
-                part.held,
+                part.decode_hashes,
                 part.is_decoded,
                 request.due,
                 request.num_output,
                 request.num_left,
-                part.is_to_come,
+                part.is_arriving,
                 node if part.tokens_to_compute else request.prefill_node,
             )
 
@@ -431,9 +435,9 @@ class Ledger:
             self._counted_s = now
             self._uncounted = set(self._limited)
         for node in self._uncounted:
-            written = [each.num_left for each in self._limited.get(node, {}).values() if each.parts[node].is_decoded]
-            if written:
-                self._most_left[node] = max(written)
+            decoded = [each.num_left for each in self._limited.get(node, {}).values() if each.parts[node].is_decoded]
+            if decoded:
+                self._most_left[node] = max(decoded)
             else:
                 self._most_left.pop(node, None)
         self._uncounted.clear()
@@ -455,9 +459,9 @@ class Ledger:
     def prefill(self, request_id: str, node: Node, num_tokens: int, hashes: Sequence[int] = ()) -> None:
         """Record that the node is to compute `num_tokens` tokens of the prompt with these block hashes."""
         part = self._take(request_id, node)
-        _change(self._read, node, part.read, hashes)
-        part.read = hashes
-        part.tokens_to_compute, part.is_to_come = num_tokens, False
+        _change(self._prefill_hashes, node, part.prefill_hashes, hashes)
+        part.prefill_hashes = hashes
+        part.tokens_to_compute, part.is_arriving = num_tokens, False
         self._put(request_id, node, part)
 
     def decode(self, request_id: str, node: Node, num_tokens: int, hashes: Sequence[int] = ()) -> None:
@@ -469,7 +473,7 @@ class Ledger:
         self._hold(node, part, hashes)
         has_first_token = self._requests[request_id].has_first_token
         part.tokens_held, part.tokens_outgoing, part.is_decoded = num_tokens, 0, True
-        part.is_to_come = not part.tokens_to_compute and not has_first_token
+        part.is_arriving = not part.tokens_to_compute and not has_first_token
         self._put(request_id, node, part)
 
     def progressed(self, request_id: str, node: Node, num_left: int) -> None:
@@ -484,13 +488,13 @@ class Ledger:
         request.has_first_token = True
         if request.due is not None and request.due.began_s is None:
             request.due.began_s = now
-        written = next((part for part in request.parts.values() if part.is_decoded), _Part())
+        decoded = next((part for part in request.parts.values() if part.is_decoded), _Part())
         for node in list(request.parts):
             part = self._take(request_id, node)
-            part.tokens_to_compute, part.is_to_come = 0, False
+            part.tokens_to_compute, part.is_arriving = 0, False
             if not part.is_decoded:
-                part.tokens_outgoing = written.tokens_held
-                self._hold(node, part, written.held)
+                part.tokens_outgoing = decoded.tokens_held
+                self._hold(node, part, decoded.decode_hashes)
             self._put(request_id, node, part)
 
     def tokens_came(self, request_id: str, node: Node, num_tokens: int) -> None:
@@ -524,13 +528,13 @@ class Ledger:
             for node, part in request.parts.items():
                 _count(sums.setdefault(node, Account()), part, 1)
         assert sums == self._accounts, (sums, self._accounts)
-        read: dict[Node, HashCounts] = {}
-        held: dict[Node, HashCounts] = {}
+        prefill: dict[Node, HashCounts] = {}
+        decode: dict[Node, HashCounts] = {}
         for request in self._requests.values():
             for node, part in request.parts.items():
-                _change(read, node, (), part.read)
-                _change(held, node, (), part.held)
-        assert (read, held) == (self._read, self._held)
+                _change(prefill, node, (), part.prefill_hashes)
+                _change(decode, node, (), part.decode_hashes)
+        assert (prefill, decode) == (self._prefill_hashes, self._decode_hashes)
         limited = {key: request for key, request in self._requests.items() if request.due is not None}
         assert self._limited == {
             node: {key: request for key, request in limited.items() if node in request.parts}
@@ -558,12 +562,12 @@ class Ledger:
             del self._accounts[node]
 
     def _hold(self, node: Node, part: _Part, hashes: Sequence[int]) -> None:
-        _change(self._held, node, part.held, hashes)
-        part.held = hashes
+        _change(self._decode_hashes, node, part.decode_hashes, hashes)
+        part.decode_hashes = hashes
 
     def _forget_hashes(self, node: Node, part: _Part) -> None:
-        _change(self._read, node, part.read, ())
-        part.read = ()
+        _change(self._prefill_hashes, node, part.prefill_hashes, ())
+        part.prefill_hashes = ()
         self._hold(node, part, ())
 
     def _note_limited(self, node: Node, request_id: str) -> None:
@@ -594,6 +598,6 @@ def _count(account: Account, part: _Part, sign: int) -> None:
     account.tokens_to_compute += sign * part.tokens_to_compute
     account.tokens_held += sign * part.tokens_held
     account.num_answers += sign * part.is_decoded
-    account.num_unread += sign * (part.is_decoded and part.tokens_to_compute > 0)
-    account.num_to_come += sign * part.is_to_come
+    account.num_unprefilled += sign * (part.is_decoded and part.tokens_to_compute > 0)
+    account.num_arriving += sign * part.is_arriving
     account.tokens_outgoing += sign * part.tokens_outgoing

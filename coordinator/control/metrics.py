@@ -13,8 +13,8 @@ from protos import inference_pb2
 from serving_core.figures import ANSWERS, TOKENS, Histogram
 
 # Outcomes of a remote prefix fetch: with blocks, or without any.
-LENT: Final = "lent"
-NOT_LENT: Final = "not_lent"
+FETCHED: Final = "lent"
+NOT_FETCHED: Final = "not_lent"
 
 
 class Metrics:
@@ -44,8 +44,8 @@ class Metrics:
         self.num_migrated_kv_bytes = 0
         self.num_proposed = 0
         self.num_accepted = 0
-        self.num_blocks_lent = 0
-        self.num_lent_kv_bytes = 0
+        self.num_fetched_blocks = 0
+        self.num_fetched_kv_bytes = 0
         self.prefix_fetch = Histogram()
         self.num_restarts = 0
         self.node_losses = Counter[str]()  # by LossCause
@@ -58,9 +58,9 @@ class Metrics:
         self.refused = Counter[str]()
         self.transfers_failed = Counter[str]()
 
-    def asked(self, num_answers: int, max_tokens: int) -> None:
+    def call_begun(self, num_sequences: int, max_tokens: int) -> None:
         """Count a call that has begun, with its parameters."""
-        self.params_n.observe(num_answers)
+        self.params_n.observe(num_sequences)
         self.params_max_tokens.observe(max_tokens)
 
     def prompt_prefilled(self, num_tokens: int, num_cached_tokens: int) -> None:
@@ -83,12 +83,12 @@ class Metrics:
 
     def prefix_fetch_ended(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
         """Count a remote prefix fetch that has ended."""
-        self.num_blocks_lent += num_blocks
-        self.num_lent_kv_bytes += num_bytes
-        self.prefix_fetches[LENT if num_blocks else NOT_LENT] += 1
+        self.num_fetched_blocks += num_blocks
+        self.num_fetched_kv_bytes += num_bytes
+        self.prefix_fetches[FETCHED if num_blocks else NOT_FETCHED] += 1
         self.prefix_fetch.observe(seconds)
 
-    def answered(self, finish_reason: str, complete: inference_pb2.Complete) -> None:
+    def ended(self, finish_reason: str, complete: inference_pb2.Complete) -> None:
         """Count a request that has ended. An aborted request contributes no times."""
         self.finished[finish_reason] += 1
         if complete.finish_reason == inference_pb2.FINISH_REASON_ABORT:

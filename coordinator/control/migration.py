@@ -268,7 +268,7 @@ def leaving_drained(
 ) -> Iterator[tuple[Request, Node]]:
     """Yield the requests to migrate from draining nodes now, each with its target.
 
-    The caller must start each migration before it asks for the next one.
+    The caller must start each migration before the next one is yielded.
     """
     leaves = {node for node in nodes if not (node.is_ready and does(node, DECODE))}
     requests = list(requests) if leaves else []
@@ -301,7 +301,7 @@ def leaving_full(
 ) -> Iterator[tuple[Request, Node]]:
     """Yield the requests to migrate from full nodes now, each with its target.
 
-    The caller must start each migration before it asks for the next one.
+    The caller must start each migration before the next one is yielded.
     """
     requests = list(requests)
     full = {request.attempt.decode for request in requests if _waits(request, now)}
@@ -339,7 +339,7 @@ def leaving_late(
 ) -> Iterator[tuple[Request, Node]]:
     """Yield the requests to migrate from late nodes now, each with its target.
 
-    The caller must start each migration before it asks for the next one. `arrivals` describes the requests that are
+    The caller must start each migration before the next one is yielded. `arrivals` describes the requests that are
     expected.
     """
     if not ledger.has_limits or len(nodes) < 2:

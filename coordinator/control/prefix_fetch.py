@@ -4,7 +4,7 @@ In a remote prefix fetch a prefill node gets blocks of a prompt from another nod
 source (coordinator/control/placement/costs.py), and the Job names it to the prefill node. When that node has reserved
 blocks it sends PrefixFetchBegun, whose transfer descriptor goes to the source with the tokens (SendPrefix).
 PrefixFetchEnded ends the fetch, whatever its outcome, and tokens that have not come are computed. Where the source has
-nothing to send or is lost, the prefill node is told at once, by a Cancel with the fetch's epoch. The end of a fetch
+nothing to send or is lost, the prefill node gets, at once, a Cancel with the fetch's epoch. The end of a fetch
 never ends the request.
 """
 

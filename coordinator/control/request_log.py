@@ -84,16 +84,16 @@ class Journal:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._records: dict[str, CallRecord] = {}  # of live calls
+        self._records: dict[str, CallRecord] = {}  # of calls in flight
 
     def begun(self, record: CallRecord) -> None:
-        """Note that a call is live. Until `over`, its log lines have the API key's name, and its record collects its
+        """Note that a call has begun. Until `over`, its log lines have the API key's name, and its record collects its
         course."""
         self._records[record.request_id] = record
 
-    def asked(self, num_answers: int, max_tokens: int) -> None:
-        """Count a call for `num_answers` outputs of at most `max_tokens` tokens each."""
-        self._metrics.asked(num_answers, max_tokens)
+    def sized(self, num_sequences: int, max_tokens: int) -> None:
+        """Count a call for `num_sequences` outputs of at most `max_tokens` tokens each."""
+        self._metrics.call_begun(num_sequences, max_tokens)
 
     def over(self, request_id: str) -> None:
         """Note that the call and all its sequences have ended."""
@@ -111,7 +111,7 @@ class Journal:
             self._write(logging.WARNING, "request failed", request_id, fields)
         else:
             finish_reason = FINISH_REASONS.get(outcome.finish_reason, "unknown")
-            self._metrics.answered(finish_reason, outcome)
+            self._metrics.ended(finish_reason, outcome)
             fields = {"index": index, "finish_reason": finish_reason, **_figures(outcome)}
             self._write(logging.INFO, "request finished", request_id, fields)
 

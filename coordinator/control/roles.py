@@ -19,7 +19,7 @@ Pressure, for roles:
     decode    running sequences fill the decode nodes, and prefill nodes have next to nothing to do
     no prefill or no decode node
               no ready node has the one role, and some have the other
-    none      the queue is short, and decode nodes would have room without the nodes that are lent to their role
+    none      the queue is short, and decode nodes would have room without the nodes that have their role temporarily
 
 Prompts and sequences are counted by the ledger. Where requests have an SLO, the medians of the SLOs count: half of the
 time until first tokens are due is a long queue too, and a decode node is full with as many sequences as attain their
@@ -27,10 +27,10 @@ SLO on TPOT.
 
 A role change takes no request from a node. New capacity counts when the node has confirmed the change; capacity that is
 taken away counts from the order on (`Node.usable`). The last prefill node, the last decode node and the last path from
-one to the other cannot be taken away. A node that the coordinator has lent to the other role has both roles until there
-has been no pressure for a while, and then returns, one node after the other. A node that is lent soon after another one
-returned stays several times as long, up to a bound, so that a load near the thresholds does not make nodes alternate. A
-role that no node has is filled sooner, before the requests that wait for it are refused.
+one to the other cannot be taken away. A node to which the coordinator has added the other role keeps both roles until
+there has been no pressure for a while, and then returns, one node after the other. A node that changes soon after
+another one returned stays several times as long, up to a bound, so that a load near the thresholds does not make nodes
+alternate. A role that no node has is filled sooner, before the requests that wait for it are refused.
 """
 
 import math
@@ -100,14 +100,14 @@ BUSY: Final = 0.8  # share of a node's time that the load may take
 MAX_SAMPLES: Final = 256
 
 
-class Ended(NamedTuple):
+class EndedRequest(NamedTuple):
     """The sizes and the SLO of a request that has ended by itself."""
 
     num_prompt: int
     num_computed: int  # prompt tokens that no node had cached
     num_output: int
     tpot_s: float = inf  # SLO on TPOT
-    num_spared: float = 0.0  # prompt tokens that others held for it (Ledger.tokens_spared)
+    num_spared: float = 0.0  # prompt tokens that others have in the pool for it (Ledger.tokens_spared)
 
 
 class Demand:
@@ -117,7 +117,7 @@ class Demand:
         self._now = 0.0
         self._began_s: float | None = None  # when the first request came
         self._by_second: deque[tuple[int, int]] = deque(maxlen=round(WINDOW_S))  # a second, and its arrivals
-        self._ended: deque[Ended] = deque(maxlen=MAX_SAMPLES)
+        self._ended: deque[EndedRequest] = deque(maxlen=MAX_SAMPLES)
 
     def tick(self, now: float) -> None:
         """Record that time has passed."""
@@ -133,9 +133,9 @@ class Demand:
         else:
             self._by_second.append((int(self._now), 1))
 
-    def ended(self, answer: Ended) -> None:
+    def ended(self, request: EndedRequest) -> None:
         """Record a request that has all its tokens."""
-        self._ended.append(answer)
+        self._ended.append(request)
 
     def nodes_needed(self, nodes: Sequence[Node], num_waiting: int) -> int:
         """Return the number of nodes needed at the last recorded time, while `num_waiting` requests wait for a first
@@ -144,10 +144,10 @@ class Demand:
         if not offered_per_s:
             return 1
         ready = [node for node in nodes if node.is_ready]
-        answer_s = self._answer_s(ready)
-        if answer_s is None:
+        request_s = self._request_s(ready)
+        if request_s is None:
             return max(1, len(ready))
-        return min(MAX_NODES, max(1, ceil(offered_per_s * answer_s / BUSY)))
+        return min(MAX_NODES, max(1, ceil(offered_per_s * request_s / BUSY)))
 
     def _per_s(self) -> float:
         if self._began_s is None:
@@ -155,21 +155,21 @@ class Demand:
         number = sum(number for second, number in self._by_second if second >= self._now - WINDOW_S)
         return number / min(WINDOW_S, max(LEAST_S, self._now - self._began_s))
 
-    def _answer_s(self, nodes: Sequence[Node]) -> float | None:
+    def _request_s(self, nodes: Sequence[Node]) -> float | None:
         """Return the seconds of one node that the mean request takes; None while unknown."""
         rates = [rate for node in nodes if (rate := node.load.prefill_tokens_per_s) > 0]
         if not self._ended or not rates:
             return None
-        read_s = fmean(each.num_computed for each in self._ended) / median(rates)
+        prefill_s = fmean(each.num_computed for each in self._ended) / median(rates)
         # The last step of the prefill samples the first token; an embedding has none.
-        num_written = fmean(max(0, each.num_output - 1) for each in self._ended)
-        if num_written <= 0:
-            return read_s
+        num_decoded = fmean(max(0, each.num_output - 1) for each in self._ended)
+        if num_decoded <= 0:
+            return prefill_s
         num_before = fmean(each.num_prompt + each.num_output / 2 for each in self._ended)
         num_held = num_before - fmean(each.num_spared for each in self._ended)
         tpot_s = median(each.tpot_s for each in self._ended)
         tokens_s = [seconds for node in nodes if (seconds := _token_s(node, num_before, num_held, tpot_s)) > 0]
-        return read_s + num_written * median(tokens_s) if tokens_s else None
+        return prefill_s + num_decoded * median(tokens_s) if tokens_s else None
 
 
 def _token_s(node: Node, num_before: float, num_held: float, tpot_s: float) -> float:
@@ -193,10 +193,10 @@ ROOMY: Final = 0.6
 
 
 class Pressure(Enum):
-    """The role that the fleet lacks: prefill (READING, NO_PREFILL_NODE), decode (WRITING, NO_DECODE_NODE), or none."""
+    """The role that the fleet lacks: prefill (PREFILL, NO_PREFILL_NODE), decode (DECODE, NO_DECODE_NODE), or none."""
 
-    READING = auto()
-    WRITING = auto()
+    PREFILL = auto()
+    DECODE = auto()
     NO_PREFILL_NODE = auto()
     NO_DECODE_NODE = auto()
     NONE = auto()
@@ -233,9 +233,9 @@ class PressureGauge:
         queue_s = sum(self._ledger.of(node).tokens_to_compute for node in prefill_nodes) / rate
         taken = self._taken(decode_nodes)
         if queue_s >= min(LONG_QUEUE_S, LONG_PART * self._usual_left_s(prefill_nodes, now)) and taken < FULL:
-            return Pressure.READING
+            return Pressure.PREFILL
         if taken >= FULL and queue_s <= SHORT_QUEUE_S:
-            return Pressure.WRITING
+            return Pressure.DECODE
         is_calm = queue_s <= SHORT_QUEUE_S and self._taken([node for node in decode_nodes if node.home.writes]) <= ROOMY
         return Pressure.NONE if is_calm else None
 
@@ -279,9 +279,9 @@ CONFIRM_S: Final = 10.0  # for a node to confirm a shape; afterwards its old sha
 LASTS_S: Final = 3.0  # duration of a pressure before it counts
 LACKS_S: Final = 2.0  # duration without a role before it is filled: nodes whose streams broke return sooner
 CALM_S: Final = 15.0  # duration without pressure before a node returns to its own role
-REST_S: Final = 10.0  # between a role change and the next one that lends a node
+REST_S: Final = 10.0  # between a role change and the next one that adds a role
 MIN_STAY_S: Final = 15.0  # initial time between a role change and the next one that returns a node
-MAX_STAY_S: Final = 600.0  # longest such time; a node lent later than this after a return resets it
+MAX_STAY_S: Final = 600.0  # longest such time; a role added later than this after a return resets it
 STAY_GROWTH: Final = 4.0
 
 
@@ -291,8 +291,8 @@ class Roles:
     def __init__(self, registry: Registry, ledger: Ledger, *, policy: str) -> None:
         """Create the role controller.
 
-        With the policy AUTO, a node is lent to the role that lacks nodes: it has both roles until they are not needed
-        any more, and then returns to its own. Nodes store their own role, so another coordinator knows it too.
+        With the policy AUTO, a node gets the role that lacks nodes beside its own: it has both roles until they are not
+        needed any more, and then returns to its own. Nodes store their own role, so another coordinator knows it too.
         """
         self._registry = registry
         self._gauge = PressureGauge(ledger, embeds=registry.embeds) if policy == AUTO else None
@@ -300,7 +300,7 @@ class Roles:
         self._requested_s: dict[Node, float] = {}  # nodes that have not confirmed yet, with the time of the request
         self._flipped_s: float | None = None  # when the coordinator last changed a role by load
         self._stay_s = MIN_STAY_S
-        self._went_home_s: float | None = None  # when a node last returned, unless one was lent since
+        self._went_home_s: float | None = None  # when a node last returned, unless a role was added since
 
     def set_shape(self, name: str, to: str | Shape, now: float) -> tuple[Node, Shape, list[Send]]:
         """Give a node a role or a shape by an operator's order, and end its drain.
@@ -390,9 +390,9 @@ class Roles:
         if pressure is Pressure.NONE:
             away = [node for node in ready if node.shape != node.home]
             return (away[0], away[0].home) if away and self._may_go_home(away[0]) else None
-        is_to_read = pressure in (Pressure.READING, Pressure.NO_PREFILL_NODE)
-        lent, least = (DECODE, self._part_taken) if is_to_read else (PREFILL, self._num_to_compute)
-        able = [node for node in ready if node.role == lent]
+        lacks_prefill = pressure in (Pressure.PREFILL, Pressure.NO_PREFILL_NODE)
+        role, least = (DECODE, self._part_taken) if lacks_prefill else (PREFILL, self._num_to_compute)
+        able = [node for node in ready if node.role == role]
         if not able:
             return None
         node = min(able, key=least)

@@ -81,7 +81,7 @@ from coordinator.control.request import (
     at_work,
 )
 from coordinator.control.request_log import History
-from coordinator.control.roles import Demand, Ended
+from coordinator.control.roles import Demand, EndedRequest
 from coordinator.control.slo import Slo
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons
@@ -731,7 +731,9 @@ class Scheduler:
             self._ledger.lengths.ended(num_output)
         num_computed = num_prompt - request.num_cached_tokens
         num_spared = min(num_prompt, self._ledger.tokens_spared(request.request_id))
-        self._demand.ended(Ended(num_prompt, num_computed, num_output, inf if limit_s is None else limit_s, num_spared))
+        self._demand.ended(
+            EndedRequest(num_prompt, num_computed, num_output, inf if limit_s is None else limit_s, num_spared)
+        )
 
     # ---- migrations ----
 

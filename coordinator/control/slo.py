@@ -188,9 +188,9 @@ class AttainmentCounts:
         if isinstance(outcome, inference_pb2.Complete):
             if outcome.finish_reason == inference_pb2.FINISH_REASON_ABORT:
                 return
-            told = outcome.attainment
-            ttft_met = told.ttft_met or not told.HasField("ttft_met")
-            tpot_met = told.tpot_met or not told.HasField("tpot_met")
+            attained = outcome.attainment
+            ttft_met = attained.ttft_met or not attained.HasField("ttft_met")
+            tpot_met = attained.tpot_met or not attained.HasField("tpot_met")
         counts = self._counts[slo.slo_class or UNNAMED]
         counts.num_answers += 1
         counts.num_ttft_met += ttft_met

@@ -99,7 +99,7 @@ class _Samples:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What an attempt asks for.
+    """Describe what an attempt needs.
 
     prompt, num_tokens   the tokens to prefill, and the most tokens of prompt and output together
     avoid                nodes to choose last
@@ -255,7 +255,7 @@ class Costs:
             is_full,
             self._transfers.credit_s if is_full else 0.0,
             account.tokens_to_compute / self._rate[node],
-            (num_taken - max(num_shared, self._prompt.tokens_held(node))) / node.pool_tokens,
+            (num_taken - max(num_shared, self._prompt.tokens_cached(node))) / node.pool_tokens,
         )
 
     def _num_decoding_within(self, node: Node, seconds: float) -> float:
@@ -265,4 +265,4 @@ class Costs:
             return 0.0
         num_queued = self._num_queued - account.tokens_to_compute  # on the nodes that prefill for this one
         part = min(1.0, seconds * (self._rates - self._rate[node]) / num_queued) if num_queued else 1.0
-        return account.num_answers - account.num_to_come * (1.0 - part)
+        return account.num_answers - account.num_arriving * (1.0 - part)

@@ -186,7 +186,7 @@ class _Weighing:
     ) -> None:
         """Create a comparison. `spared_node` is the node to keep free of sequences, for prompts to come."""
         self._costs, self._forecast, self._spared, self._avoid = costs, forecast, spared_node, avoid
-        # Caches, by pair: the chosen pair is asked for again.
+        # Caches, by pair: the chosen pair is needed again.
         self._nums_late: dict[Pair, int] = {}
         self._tpot_ratios: dict[Pair, float] = {}
 

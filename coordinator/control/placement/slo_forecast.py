@@ -1,7 +1,7 @@
 """Predict how many requests with an SLO become late through one more request. Pure.
 
-A node is asked for more: to prefill the prompt, to decode the sequence, or both. Its requests with an SLO are known,
-and so are the costs of its steps, which the node itself has measured. Then
+One more request wants something of a node: to prefill the prompt, to decode the sequence, or both. Its requests with an
+SLO are known, and so are the costs of its steps, which the node itself has measured. Then
 
     sequences are late whose last token is: all sequences of a decode node go on together, each step takes what it takes
               with those that have begun and not ended, and a sequence whose prompt is to be prefilled begins when that
@@ -61,7 +61,7 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class PrefillPace:
     """The progress of prompts on a node: the first `bank_s` seconds of work run at full speed, the rest at the share
     `share`.
 
@@ -89,7 +89,7 @@ def step_s(node: Node, ledger: Ledger, num_more: int = 0, num_more_cached: int =
     The additional sequences have `num_more_cached` tokens. Sequences that the node still has to prefill are left out.
     """
     account = ledger.of(node)
-    num_sequences = account.num_answers - account.num_unread + num_more
+    num_sequences = account.num_answers - account.num_unprefilled + num_more
     if not num_sequences:
         return 0.0
     return node.step_weights.of_step(StepLoad(num_sequences, account.tokens_held + num_more_cached))
@@ -140,19 +140,19 @@ class SloForecast:
 class _Sequence(NamedTuple):
     """A sequence on a decode node: seconds until it begins, its tokens to come, and seconds until the last one is due.
 
-    `is_to_come`: another node prefills it, so it may have to wait for a chunk when it arrives.
+    `is_arriving`: another node prefills it, so it may have to wait for a chunk when it arrives.
     """
 
     begins_s: float
     num_left: int
     due_s: float
-    is_to_come: bool = False
+    is_arriving: bool = False
 
 
-def _yet_to_begin(begins_s: float, num_left: int, tpot_s: float, is_to_come: bool) -> _Sequence:
+def _yet_to_begin(begins_s: float, num_left: int, tpot_s: float, is_arriving: bool) -> _Sequence:
     """Return a sequence with `num_left` tokens after its first. Without such tokens it cannot be late on the decode
     node."""
-    return _Sequence(begins_s, num_left, begins_s + num_left * tpot_s if num_left else math.inf, is_to_come)
+    return _Sequence(begins_s, num_left, begins_s + num_left * tpot_s if num_left else math.inf, is_arriving)
 
 
 class NodeForecast:
@@ -184,9 +184,9 @@ class NodeForecast:
         self._decoded = [each for each in part if each.is_decoded]
         self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in self._unprefilled]
         self._each_s: dict[int, float] = {}  # seconds of a step, by its sequences
-        self._paces: dict[int, Pace] = {}  # by the number of additional sequences
+        self._paces: dict[int, PrefillPace] = {}  # by the number of additional sequences
         num_prefilled = sum(not each.num_to_compute for each in self._decoded)
-        self._num_unlimited = account.num_answers - account.num_unread - num_prefilled
+        self._num_unlimited = account.num_answers - account.num_unprefilled - num_prefilled
         self._cached_each = (account.tokens_held + len(wanted.prompt)) / (account.num_answers + 1)
         self._arrivals = wanted.arrivals
         self._num_ahead, self._num_spare = wanted.num_ahead, wanted.num_spare
@@ -228,7 +228,7 @@ class NodeForecast:
 
         Another node prefills the prompt in `begins_s` seconds, and the sequence waits `waits_s` seconds for credit.
         """
-        own = self._own_sequence(max(waits_s, begins_s), is_to_come=True)
+        own = self._own_sequence(max(waits_s, begins_s), is_arriving=True)
         is_late = self._own is not None and self._own < math.inf and waits_s > begins_s
         if is_late:
             own = own._replace(due_s=math.inf)  # it counts only once
@@ -391,10 +391,10 @@ class NodeForecast:
         if part.num_output and due.began_s is not None:
             due_s = due.token_s(part.num_output + part.num_left - 1) - self._now
             return _Sequence(0.0, part.num_left, due_s)
-        return _yet_to_begin(self._begins_s(part), part.num_left - 1, due.tpot_s, part.is_to_come)
+        return _yet_to_begin(self._begins_s(part), part.num_left - 1, due.tpot_s, part.is_arriving)
 
-    def _own_sequence(self, begins_s: float, *, is_to_come: bool = False) -> _Sequence:
-        return _yet_to_begin(begins_s, self._own_num_left, math.inf if self._own is None else self._own, is_to_come)
+    def _own_sequence(self, begins_s: float, *, is_arriving: bool = False) -> _Sequence:
+        return _yet_to_begin(begins_s, self._own_num_left, math.inf if self._own is None else self._own, is_arriving)
 
     def _late_sequences(self, own: _Sequence | None = None, num_prompt_tokens: int = 0) -> int:
         """Return how many sequences of the node miss their SLO, with `own` and `num_prompt_tokens` more tokens to
@@ -407,7 +407,7 @@ class NodeForecast:
         longest_s = self._step_s(self._num_unlimited + len(sequences))
 
         def is_late(sequence: _Sequence, elapsed_s: float) -> bool:
-            return self._decode_margin * elapsed_s + sequence.is_to_come * chunk_s > sequence.due_s - sequence.begins_s
+            return self._decode_margin * elapsed_s + sequence.is_arriving * chunk_s > sequence.due_s - sequence.begins_s
 
         if not any(is_late(each, each.num_left * longest_s) for each in sequences):
             return 0  # none is late even if all decoded until the last one ends
@@ -454,7 +454,7 @@ class NodeForecast:
         """Return whether the first token is overdue: such a prompt is prefilled after those that can be in time."""
         return not part.num_output and part.due.first_s <= self._now
 
-    def _pace(self, num_more: int) -> Pace:
+    def _pace(self, num_more: int) -> PrefillPace:
         """Return the progress of prompts beside the node's sequences and `num_more` more."""
         if num_more not in self._paces:
             num_left = max(self._most_left, self._own_num_left if num_more else 0)
@@ -462,25 +462,25 @@ class NodeForecast:
             self._paces[num_more] = self._pace_beside(self._paces_s[num_more], num_left, own_s)
         return self._paces[num_more]
 
-    def _pace_beside(self, step_s: float, num_left: int, own_s: float) -> Pace:
+    def _pace_beside(self, step_s: float, num_left: int, own_s: float) -> PrefillPace:
         """Return the progress of prompts beside sequences with steps of `step_s`, the longest of which has `num_left`
         tokens.
 
         `own_s` is the SLO on TPOT of one more sequence that begins now; inf for none.
         """
         if not step_s:
-            return Pace(math.inf, 1.0)
+            return PrefillPace(math.inf, 1.0)
         share = self._chunk_share(step_s)
         dues = [each for each in self._decoded if each.due.tpot_s >= step_s]
         own_s = own_s if own_s >= step_s else math.inf
         tightest_s = min((each.due.tpot_s for each in dues), default=math.inf)
         tightest_s = min(tightest_s, own_s)
         if tightest_s == math.inf:
-            return Pace(0.0, share)
+            return PrefillPace(0.0, share)
         next_s = [*(self._next_s(each) for each in dues if not self._is_overdue(each)), own_s]
         bank_s = min((each for each in next_s if each < math.inf), default=0.0) - step_s
         share = max(PROMPT_TIME_SHARE, min(share, 1 - step_s / tightest_s))
-        return Pace(max(0.0, bank_s), share, num_left * step_s)
+        return PrefillPace(max(0.0, bank_s), share, num_left * step_s)
 
     def _chunk_share(self, step_s: float) -> float:
         """Return the share of the time that prompts get with a whole chunk in each step of `step_s`."""
@@ -492,6 +492,6 @@ class NodeForecast:
 
         A sequence that another node prefills arrives with its first token.
         """
-        if part.is_to_come and not part.num_output:
+        if part.is_arriving and not part.num_output:
             return self._least_begins_s(part) + part.due.tpot_s
         return part.due.token_s(part.num_output) - self._now

@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.control.load import LengthEstimator
 from coordinator.control.nodes import MAX_NODES, Registry
-from coordinator.control.roles import CATCH_UP_S, LEAST_S, MAX_SAMPLES, WINDOW_S, Demand, Ended
+from coordinator.control.roles import CATCH_UP_S, LEAST_S, MAX_SAMPLES, WINDOW_S, Demand, EndedRequest
 from coordinator.control.slo import Slo
 from protos import inference_pb2
 from serving_core.errors import RequestError
@@ -18,8 +18,8 @@ SLOTS = 8
 WEIGHTS = (0.1, 0.01, 0.0, 0.0, 0.001, 0.0, 0.0)  # of a step, an answer, a token before it, ...
 # Of a prompt of 100 tokens half is computed, at 1,000 tokens a second. A full node writes 8 tokens in 0.18 s, so 20
 # take 0.45 s of its time; 0.5 s in all.
-USUAL = Ended(num_prompt=100, num_computed=50, num_output=21)
-READ_ALONE = Ended(num_prompt=1000, num_computed=1000, num_output=1)
+USUAL = EndedRequest(num_prompt=100, num_computed=50, num_output=21)
+READ_ALONE = EndedRequest(num_prompt=1000, num_computed=1000, num_output=1)
 
 
 def fleet(count=1, *, rate=1000.0, weights=WEIGHTS, **hello):
@@ -179,7 +179,7 @@ def test_the_tracker_counts_who_is_refused_and_how_answers_end(told):
     world.tell("d0", events.step_tokens(events.sampled(attempt, 1, 102, events.LENGTH)), 12.0)
     world.tick(20.0)
     assert told.arrived_s == [10.0, 10.0]
-    assert told.ended == [Ended(num_prompt=3, num_computed=1, num_output=2, tpot_s=0.5)]
+    assert told.ended == [EndedRequest(num_prompt=3, num_computed=1, num_output=2, tpot_s=0.5)]
     assert world.scheduler.num_nodes_needed == 4, "the nodes have told nothing of their rates"
 
 
@@ -195,13 +195,13 @@ def test_what_ends_with_a_stop_string_or_an_embedding_counts_and_what_its_client
     world = World(("p0",), embeds=True)
     world.embed("e/0")
     world.tell("p0", events.embedded(world.attempt, b"abcd"), 0.0)
-    assert told.ended[1:] == [Ended(num_prompt=3, num_computed=3, num_output=0)]
+    assert told.ended[1:] == [EndedRequest(num_prompt=3, num_computed=3, num_output=0)]
     assert told.lengths == [1], "an embedding is no answer of no tokens"
 
 
 def test_embeddings_take_what_their_prompts_take():
     """A second each, four a second, by 0.8."""
-    embedded = Ended(num_prompt=1000, num_computed=1000, num_output=0)
+    embedded = EndedRequest(num_prompt=1000, num_computed=1000, num_output=0)
     assert asked(4, usual=embedded).nodes_needed(fleet(), 0) == 5
     mixed = asked(4, usual=embedded)
     mixed.ended(READ_ALONE)

@@ -54,9 +54,9 @@ def test_unread_are_answers_whose_prompts_the_node_that_writes_them_has_to_read(
     for name, prefill_node in (("own", both), ("elsewhere", other)):
         ledger.prefill(name, prefill_node, 70)
         ledger.decode(name, both, 100)
-    assert (ledger.of(both).num_unread, ledger.of(other).num_unread) == (1, 0)
+    assert (ledger.of(both).num_unprefilled, ledger.of(other).num_unprefilled) == (1, 0)
     ledger.first_token("own", 0.0)
-    assert ledger.of(both).num_unread == 0
+    assert ledger.of(both).num_unprefilled == 0
 
 
 def test_what_an_answer_will_have_is_guessed_again_when_it_has_that(ledger, nodes):
@@ -84,7 +84,7 @@ def test_a_node_that_reads_and_writes_the_same_request_counts_both(ledger, nodes
     ledger.prefill("r", node, 70)
     ledger.decode("r", node, 100)
     ledger.prefill("s", node, 5)  # for another node
-    assert ledger.of(node) == Account(75, 100, 1, num_unread=1)
+    assert ledger.of(node) == Account(75, 100, 1, num_unprefilled=1)
     ledger.first_token("r", 0.0)
     assert ledger.of(node) == Account(5, 100, 1, 0)
     ledger.check_integrity()

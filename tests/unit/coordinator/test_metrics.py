@@ -204,10 +204,10 @@ def run_of_two(world):
     world.tell("d1", events.committed(attempt, num_bytes=800, num_bytes_saved=200), 17.0)  # repeated: not counted again
     tokens = [events.sampled(attempt, 2, 102), events.sampled(attempt, 3, 103, events.STOP)]
     world.tell("d1", events.step_tokens(*tokens, step_s=0.5), 19.0)
-    world.metrics.answered("stop", world.outcome)
+    world.metrics.ended("stop", world.outcome)
     world.submit("b/0", now=20.0)
     world.short(world.scheduler.finish("b/0", events.ABORT, 21.0))
-    world.metrics.answered("abort", world.outcome)
+    world.metrics.ended("abort", world.outcome)
 
 
 def test_the_figures_of_a_run(world):
@@ -318,7 +318,7 @@ def test_times_by_class_are_those_of_answers_that_have_ended():
             attainment=told,
             resumed_tokens=resumed,
         )
-        metrics.answered("stop", complete)
+        metrics.ended("stop", complete)
 
     ended(4, "chat")
     ended(1, "chat")

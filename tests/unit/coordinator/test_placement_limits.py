@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from coordinator.control.load import NO_ARRIVALS, Arrivals, Prompt
 from coordinator.control.placement.costs import Wanted
 from coordinator.control.placement.policy import POLICIES
-from coordinator.control.placement.slo_forecast import LOST_ARRIVAL_FACTOR, Pace, SloForecast, spared_node, step_s
+from coordinator.control.placement.slo_forecast import (
+    LOST_ARRIVAL_FACTOR,
+    PrefillPace,
+    SloForecast,
+    spared_node,
+    step_s,
+)
 from serving_core.slo import Due
 from tests import fleet_events as events
 from tests.unit.coordinator.placement_kit import COMING, NOW, TOKENS, Fleet
@@ -337,7 +343,7 @@ def test_a_node_that_drains_is_not_the_one_to_be_spared(fleet):
 
 @given(st.floats(0, 10), st.floats(0.01, 1), st.floats(0, 100), st.floats(0, 100) | st.just(math.inf))
 def test_work_and_time_are_two_sides_of_a_pace(bank_s, share, seconds, most_lost_s):
-    pace = Pace(bank_s, share, most_lost_s)
+    pace = PrefillPace(bank_s, share, most_lost_s)
     assert pace.seconds(pace.work_s(seconds)) == pytest.approx(seconds, abs=1e-9)
 
 

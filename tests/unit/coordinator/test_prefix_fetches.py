@@ -193,7 +193,7 @@ def test_a_descriptor_goes_to_the_lender_and_the_prefix_fetch_is_counted():
     assert world.attempt == world.of_fetch
     assert world.prefix_fetch_ended() == []
     metrics = world.metrics
-    assert (metrics.num_blocks_lent, metrics.num_lent_kv_bytes, metrics.prefix_fetches["lent"]) == (6, 60, 1)
+    assert (metrics.num_fetched_blocks, metrics.num_fetched_kv_bytes, metrics.prefix_fetches["lent"]) == (6, 60, 1)
     world.first(world.jobs[0].attempt)
     attempt = world.jobs[0].attempt
     world.tell("d0", events.committed(attempt))
@@ -246,4 +246,4 @@ def test_what_others_say_of_a_prefix_fetch_counts_for_nothing():
     assert world.tell("d0", fleet_pb2.NodeEvent(failed=fleet_pb2.Failed(attempt=world.of_fetch))) == []
     odd = fleet_pb2.PrefixFetchEnded(attempt=world.jobs[0].attempt, num_blocks=9)
     assert world.tell("d0", fleet_pb2.NodeEvent(prefix_fetch_ended=odd)) == []
-    assert world.metrics.num_blocks_lent == 0
+    assert world.metrics.num_fetched_blocks == 0

@@ -61,7 +61,7 @@ def test_a_prompt_of_which_every_token_is_computed_has_no_beginning_anywhere(wor
     world.holds("p1", events.block_hints(TOKENS))
     p1 = world.registry.find("p1")
     prompt = Prompt(TOKENS, is_read_whole=True)
-    assert (prompt.tokens_held(p1), prompt.tokens_to_compute(p1)) == (0, len(TOKENS))
+    assert (prompt.tokens_cached(p1), prompt.tokens_to_compute(p1)) == (0, len(TOKENS))
     assert prompt.followed_by([7]).tokens_to_compute(p1) == Prompt([*TOKENS, 7]).tokens_to_compute(p1) < len(TOKENS)
 
 

@@ -164,41 +164,41 @@ def test_the_last_token_is_always_computed_and_its_block_with_it(registry, ledge
     [node] = fleet(registry, ledger, p0=(0, 10, 4))
     for num_tokens, held, computed in ((64, 64, 16), (65, 64, 1), (68, 64, 4), (48, 48, 16), (16, 16, 16), (15, 0, 15)):
         prompt = Prompt(TOKENS[:num_tokens])
-        assert (prompt.tokens_held(node), prompt.tokens_to_compute(node)) == (held, computed)
+        assert (prompt.tokens_cached(node), prompt.tokens_to_compute(node)) == (held, computed)
 
 
 def test_only_blocks_without_a_gap_before_them_count(registry):
     node = admit(registry, "p0")
     report(registry, node, [HINTS[0], HINTS[2], HINTS[3]])
-    assert Prompt(TOKENS).tokens_held(node) == 16
-    assert Prompt([9, *TOKENS[1:]]).tokens_held(node) == 0  # a name stands for all tokens before it too
+    assert Prompt(TOKENS).tokens_cached(node) == 16
+    assert Prompt([9, *TOKENS[1:]]).tokens_cached(node) == 0  # a name stands for all tokens before it too
 
 
 def test_what_was_answered_so_far_extends_the_prompt(registry):
     node = admit(registry, "p0")
     report(registry, node, HINTS)
     prompt = Prompt(TOKENS[:40])
-    assert prompt.tokens_held(node) == 32
-    assert prompt.followed_by(TOKENS[40:]).tokens_held(node) == 64
-    assert prompt.followed_by([0] * 28).tokens_held(node) == 32
+    assert prompt.tokens_cached(node) == 32
+    assert prompt.followed_by(TOKENS[40:]).tokens_cached(node) == 64
+    assert prompt.followed_by([0] * 28).tokens_cached(node) == 32
     assert prompt.followed_by([]).token_ids == TOKENS[:40]
 
 
 def test_blocks_count_whoever_made_them_in_chunks_or_in_steps(registry):
     node = admit(registry, "p0")
     report(registry, node, events.block_hints(TOKENS, made="ccss"))
-    assert Prompt(TOKENS).tokens_held(node) == 64
+    assert Prompt(TOKENS).tokens_cached(node) == 64
     registry.cache_changed(node, events.cache_changed(numerics_ids=events.NUMERICS_IDS[:1]).cache_changed)
-    assert Prompt(TOKENS).tokens_held(node) == 32  # of no other numerics id can it be
+    assert Prompt(TOKENS).tokens_cached(node) == 32  # of no other numerics id can it be
     other = admit(registry, "p1")
     report(registry, other, events.block_hints(TOKENS, made="csc"))
-    assert Prompt(TOKENS).tokens_held(other) == 64
+    assert Prompt(TOKENS).tokens_cached(other) == 64
 
 
 def test_a_salt_keeps_caches_apart(registry):
     node = admit(registry, "p0")
     report(registry, node, events.block_hints(TOKENS, "é"))
-    held = {salt: Prompt(TOKENS, salt).tokens_held(node) for salt in ("", "é", "e")}
+    held = {salt: Prompt(TOKENS, salt).tokens_cached(node) for salt in ("", "é", "e")}
     assert held == {"": 0, "é": 64, "e": 0}
 
 
@@ -206,19 +206,21 @@ def test_an_adapter_keeps_caches_apart_by_its_content(registry):
     adapters = {"lora:a": "digest", "lora:b": "other", "lora:also-a": "digest"}
     node = admit(registry, "p0", **adapters)
     report(registry, node, events.block_hints(TOKENS, **adapters, **{"lora:": "digest"}))
-    held = {adapter: Prompt(TOKENS, adapter=adapter).tokens_held(node) for adapter in ("", "a", "b", "also-a", "gone")}
+    held = {
+        adapter: Prompt(TOKENS, adapter=adapter).tokens_cached(node) for adapter in ("", "a", "b", "also-a", "gone")
+    }
     assert held == {"": 0, "a": 64, "b": 0, "also-a": 64, "gone": 0}
     later = Prompt(TOKENS[:-1], adapter="a").followed_by(TOKENS[-1:])
-    assert (later.adapter, later.tokens_held(node)) == ("a", 64)
+    assert (later.adapter, later.tokens_cached(node)) == ("a", 64)
 
 
 def test_the_model_keeps_caches_apart_but_the_protocol_version_does_not(registry):
     node = admit(registry, "p0", dtype="bfloat16")
     assert "protocol_version" in node.hello.node.fingerprint
     report(registry, node, events.block_hints(TOKENS, dtype="float32"))
-    assert Prompt(TOKENS).tokens_held(node) == 0
+    assert Prompt(TOKENS).tokens_cached(node) == 0
     report(registry, node, events.block_hints(TOKENS, dtype="bfloat16"))
-    assert Prompt(TOKENS).tokens_held(node) == 64
+    assert Prompt(TOKENS).tokens_cached(node) == 64
 
 
 @given(
@@ -255,7 +257,7 @@ def test_coordinator_and_node_agree_on_what_a_real_allocator_holds(rounds):
         if is_told:
             report.tell()
             held, _ = names.find(token_ids, len(names.names), numerics_ids, allocator.blocks_by_name.__contains__)
-            assert Prompt(token_ids, salt).tokens_held(node) == len(held) * events.BLOCK_SIZE
+            assert Prompt(token_ids, salt).tokens_cached(node) == len(held) * events.BLOCK_SIZE
     report.tell()
     assert node.hints == {hint_of(name) for name in allocator.take_names()}
     assert not any(left_out)
