@@ -24,7 +24,7 @@ from coordinator.api.messages import (
 )
 from coordinator.api_server_link import ApiServerCall, ApiServerLink, ApiServerLost, api_server_figures
 from coordinator.control.nodes import Registry
-from coordinator.control.request_log import CallRecord, Journal
+from coordinator.control.request_log import CallRecord, RequestLog
 from coordinator.control.slo import SloClasses
 from coordinator.dispatcher import Dispatcher
 from coordinator.traces.carrier import Carrier
@@ -50,7 +50,7 @@ class ApiServerService(api_servers_pb2_grpc.ApiServersServicer):  # type: ignore
         self,
         registry: Registry,
         dispatcher: Dispatcher,
-        journal: Journal,
+        request_log: RequestLog,
         slo_classes: SloClasses,
         *,
         count_call: CountCall,
@@ -60,13 +60,13 @@ class ApiServerService(api_servers_pb2_grpc.ApiServersServicer):  # type: ignore
     ) -> None:
         self._registry = registry
         self._dispatcher = dispatcher
-        self._journal = journal
+        self._request_log = request_log
         self._slo_classes = slo_classes
         self._count_call = count_call
         self._sheds = sheds
         self._metrics = metrics
         self._traces = traces
-        self._control = LocalControl(registry, dispatcher, journal, slo_classes)
+        self._control = LocalControl(registry, dispatcher, request_log, slo_classes)
         self._links: dict[int, ApiServerLink] = {}
         self._told = b""
         self.opened: dict[int, asyncio.Event] = {}  # by number of the API server: set while it listens
@@ -212,7 +212,7 @@ class ApiServerService(api_servers_pb2_grpc.ApiServersServicer):  # type: ignore
         """Log a call that the API server has refused. A call without an operation could not be parsed and has no
         trace."""
         trace = self._begin_trace(record, carrier) if record.operation else None
-        self._journal.refused(record, error)
+        self._request_log.refused(record, error)
         record.failure = error.reason
         self._end_trace(trace)
 

@@ -27,7 +27,7 @@ from coordinator.control.load import Prompt
 from coordinator.control.migration import check_target
 from coordinator.control.nodes import Capacity, Kinds, LossCause, Node, Registry
 from coordinator.control.request import SoFar
-from coordinator.control.request_log import CallRecord, Journal
+from coordinator.control.request_log import CallRecord, RequestLog
 from coordinator.control.roles import RecentCapacity, Roles
 from coordinator.control.scheduler import Scheduler
 from coordinator.control.slo import Slo
@@ -116,7 +116,7 @@ class Dispatcher:
         registry: Registry,
         scheduler: Scheduler,
         roles: Roles,
-        journal: Journal,
+        request_log: RequestLog,
         *,
         node_wait_s: float = 0.0,
         stream_interval: int = 1,
@@ -126,7 +126,7 @@ class Dispatcher:
         self._capacity = RecentCapacity(registry, node_wait_s)
         self._scheduler = scheduler
         self._roles = roles
-        self._journal = journal
+        self._request_log = request_log
         self._kinds = Kinds()
         self._links: dict[Node, NodeLink] = {}
         self._calls: dict[str, _OpenCall] = {}  # by request id
@@ -185,7 +185,7 @@ class Dispatcher:
             if not event.failed.attempt.request_id:
                 self._shape_refused(node, event.failed)
                 return
-            self._journal.attempt_failed(node, event.failed)
+            self._request_log.attempt_failed(node, event.failed)
         self._apply(self._scheduler.handle(node, event, now))
 
     def drain_node(self, name: str) -> Node:
@@ -278,7 +278,7 @@ class Dispatcher:
             logger.info("%s %s has left: %s", node.kind, node.name, why)
         else:
             node.health.lost(time.monotonic())
-            self._journal.node_lost(node, cause, why)
+            self._request_log.node_lost(node, cause, why)
         return self._give_up(node, RequestError(WORKER_LOST, why), has_died=has_died)
 
     def _give_up(self, node: Node, error: RequestError, *, has_died: bool = False) -> list[Instruction]:
@@ -344,9 +344,9 @@ class Dispatcher:
         num_answers = sum(not each.has_ended for each in so_fars) + plan.num_behind
         self._scheduler.check_room(num_answers, now, record.asker)
         self._calls[plan.request_id] = _OpenCall(call, record.asker, plan.call_number)
-        self._journal.begun(record)
+        self._request_log.begun(record)
         if plan.pooling is None:
-            self._journal.sized(len(plan.samplings), plan.samplings[0].max_tokens)
+            self._request_log.sized(len(plan.samplings), plan.samplings[0].max_tokens)
         self._idle.clear()
         # One Prompt for all sequences, so that it is hashed once.
         prompt = Prompt(plan.prompt, plan.cache_salt, plan.adapter, is_read_whole=plan.is_read_whole)
@@ -415,7 +415,7 @@ class Dispatcher:
         now = time.monotonic()
         for answer_id in self._forget(call):
             self._apply(self._scheduler.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
-        self._journal.over(call.request_id)
+        self._request_log.over(call.request_id)
 
     def _is_open(self, call: Call) -> bool:
         known = self._calls.get(call.request_id)
@@ -467,7 +467,7 @@ class Dispatcher:
                 case End() as end:
                     work.extend(self._end(end))
                 case MigrationEnded() as migration:
-                    self._journal.migrated(migration)
+                    self._request_log.migrated(migration)
 
     def _emit(
         self, answer_id: str, tokens: list[fleet_pb2.SampledToken], num_cached_tokens: int | None
@@ -495,7 +495,7 @@ class Dispatcher:
                 answer.end(cut_short(outcome, end.timeline, end.ended_s))
             else:
                 instructions = self._fail(answer.generation, outcome)
-        self._journal.ended(end)
+        self._request_log.ended(end)
         return instructions
 
     def _goes_on(self, call: Call, error: RequestError) -> bool:

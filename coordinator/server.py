@@ -31,7 +31,7 @@ from coordinator.control.load import Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import MAX_FIRST_SESSION, Registry
 from coordinator.control.placement.policy import POLICIES
-from coordinator.control.request_log import Journal
+from coordinator.control.request_log import RequestLog
 from coordinator.control.roles import Roles
 from coordinator.control.scheduler import Scheduler
 from coordinator.control.slo import SloClasses, parse_slo_classes
@@ -74,7 +74,7 @@ class CoordinatorServer:
         ledger = Ledger()
         slo_classes = parse_slo_classes(settings.slo_class)
         self._metrics = Metrics(slo_classes)
-        self._journal = Journal(self._metrics)
+        self._request_log = RequestLog(self._metrics)
         self._scheduler = Scheduler(
             self._registry,
             ledger,
@@ -95,7 +95,7 @@ class CoordinatorServer:
             self._registry,
             self._scheduler,
             roles,
-            self._journal,
+            self._request_log,
             node_wait_s=settings.node_wait_s,
             stream_interval=settings.stream_interval,
         )
@@ -194,7 +194,7 @@ class CoordinatorServer:
         async def overview(after: int | None) -> inference_pb2.Overview:
             return self._overview.to_wire(time.monotonic(), after=after)
 
-        control = LocalControl(self._registry, self._dispatcher, self._journal, self._slo_classes, self._traces)
+        control = LocalControl(self._registry, self._dispatcher, self._request_log, self._slo_classes, self._traces)
         behind = Behind(control, self._status(), self._admin(), metrics, overview, counts.ended, self._sheds)
         return PublicApi(self._settings, self._model, behind, self._tls, self._health)
 
@@ -204,7 +204,7 @@ class CoordinatorServer:
         service = ApiServerService(
             self._registry,
             self._dispatcher,
-            self._journal,
+            self._request_log,
             self._slo_classes,
             count_call=counts.ended,
             sheds=self._sheds,

@@ -13,7 +13,7 @@ from coordinator.api.generation import Generation
 from coordinator.api.validation import AnswerPlan
 from coordinator.control.nodes import Capacity, Registry, has_path, why_no_path
 from coordinator.control.request import SoFar
-from coordinator.control.request_log import CallRecord, Journal
+from coordinator.control.request_log import CallRecord, RequestLog
 from coordinator.control.slo import SloClasses
 from coordinator.dispatcher import Dispatcher
 from coordinator.text.answers import AnswerText
@@ -76,13 +76,13 @@ class LocalControl:
         self,
         registry: Registry,
         dispatcher: Dispatcher,
-        journal: Journal,
+        request_log: RequestLog,
         slo_classes: SloClasses,
         traces: "Traces | None" = None,
     ) -> None:
         self._registry = registry
         self._dispatcher = dispatcher
-        self._journal = journal
+        self._request_log = request_log
         self._slo_classes = slo_classes
         self._traces = traces
 
@@ -117,7 +117,7 @@ class LocalControl:
                 self._traces.end(trace, time.monotonic())
 
     def refused(self, record: CallRecord, error: RequestError) -> None:
-        self._journal.refused(record, error)
+        self._request_log.refused(record, error)
 
     async def begin(
         self,

@@ -241,7 +241,7 @@ def check_target(node: Node, nodes: Collection[Node], *, embeds: bool = False) -
     others = [other for other in nodes if other is not node]
     if not has_path(others, embeds=embeds):
         missing = [PARTS[role][0] for role in ((PREFILL,) if embeds else PARTS) if not fitting(others, role, 0)]
-        what = f"no other node {' or '.join(missing)}" if missing else "the others take no hand-overs"
+        what = f"no other node {' or '.join(missing)}" if missing else "the others take no KV transfers"
         raise RequestError(reasons.NO_OTHER_NODE, f"node {node.name} cannot drain: {what}")
 
 

@@ -521,7 +521,7 @@ def _compare(names: str, given: Mapping[str, str], expected: Mapping[str, str]) 
         raise RequestError(PAIRING_MISMATCH, f"{names} differ: {'; '.join(differences)}")
 
 
-PARTS: Final = {PREFILL: ("reads prompts", NO_PREFILL_WORKER), DECODE: ("writes answers", NO_DECODE_WORKER)}
+PARTS: Final = {PREFILL: ("prefills prompts", NO_PREFILL_WORKER), DECODE: ("decodes sequences", NO_DECODE_WORKER)}
 
 
 def candidates(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
@@ -571,7 +571,7 @@ def why_no_path(nodes: Sequence[Node], *, embeds: bool = False) -> str:
     for role, (part, _) in PARTS.items():
         if not fitting(nodes, role, 0):
             return f"no node that {part} is ready"
-    return "no node that is ready takes what another one reads"
+    return "no ready node takes the KV transfers of prefill nodes"
 
 
 MAX_PAIRS: Final = 100  # pairs of kinds that are reported

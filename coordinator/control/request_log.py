@@ -79,7 +79,7 @@ SECONDS: Final = ("ttft_s", *(f"{phase.value}_s" for phase in Phase), "e2e_s")
 QUOTING: Final = (reasons.BAD_PARAM, reasons.MALFORMED_REQUEST, reasons.MODEL_NOT_FOUND)
 
 
-class Journal:
+class RequestLog:
     """Log and count each end of a request once."""
 
     def __init__(self, metrics: Metrics) -> None:

@@ -353,13 +353,13 @@ class Roles:
             return
         others = [other for other in self._registry.nodes if other is not node and other.is_ready]
         for role, does_it, did_it, part in (
-            (PREFILL, shape.reads, node.prefills, "reads prompts"),
-            (DECODE, shape.writes, node.decodes, "writes answers"),
+            (PREFILL, shape.reads, node.prefills, "prefills prompts"),
+            (DECODE, shape.writes, node.decodes, "decodes sequences"),
         ):
             if did_it and not does_it and not any(does(other, role) for other in others):
                 raise RequestError(NO_OTHER_NODE, f"node {node.name} is the last one that {part}")
         if has_path(self._registry.nodes) and not has_path(others, common(node.usable, shape)):
-            message = f"without node {node.name} as it is no node would write answers to prompts that other nodes read"
+            message = f"without node {node.name} as it is no node would take the KV transfers of prefill nodes"
             raise RequestError(NO_OTHER_NODE, message)
 
     # ---- the coordinator's own policy ----

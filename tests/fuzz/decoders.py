@@ -46,7 +46,7 @@ from coordinator.api.validation import Limits, check_input, plan_answers
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Registry
-from coordinator.control.request_log import Journal
+from coordinator.control.request_log import RequestLog
 from coordinator.control.roles import FIXED, Roles
 from coordinator.control.scheduler import Scheduler
 from coordinator.dispatcher import Dispatcher
@@ -350,7 +350,7 @@ def _dispatcher_and_tracker() -> tuple[Dispatcher, Scheduler]:
     registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
     ledger, metrics = Ledger(), Metrics()
     scheduler = Scheduler(registry, ledger, metrics, first_epoch=0, max_live=10, max_restarts=1, keep_after_s=1.0)
-    return Dispatcher(registry, scheduler, Roles(registry, ledger, policy=FIXED), Journal(metrics)), scheduler
+    return Dispatcher(registry, scheduler, Roles(registry, ledger, policy=FIXED), RequestLog(metrics)), scheduler
 
 
 # ---- what a command reads from others ----

@@ -9,7 +9,7 @@ from coordinator.control.load import NOTHING, Ledger
 from coordinator.control.metrics import Metrics
 from coordinator.control.migration import may_migrate, roomiest
 from coordinator.control.nodes import Registry
-from coordinator.control.request_log import Journal
+from coordinator.control.request_log import RequestLog
 from coordinator.control.roles import Roles
 from coordinator.control.scheduler import Scheduler
 from coordinator.dispatcher import Dispatcher
@@ -89,7 +89,7 @@ class SimulatedCoordinator:
             fetches=settings.remote_prefix_fetch,
         )
         roles = Roles(self.registry, self._ledger, policy=settings.roles)
-        self.dispatcher = _Dispatcher(self.registry, self.scheduler, roles, Journal(self.metrics))
+        self.dispatcher = _Dispatcher(self.registry, self.scheduler, roles, RequestLog(self.metrics))
         self._clients = {}  # who waits, in a dict for its order
         service = FleetService(
             self.dispatcher, heartbeat_s=settings.heartbeat_s, node_timeout_s=settings.node_timeout_s

@@ -178,7 +178,7 @@ def test_counters_never_go_down_while_nodes_come_and_go(cluster):
     assert grows(before) == {}
     assert httpx2.get(f"{cluster.url}/ready", timeout=DEADLINE_S).json() == {
         "ready": False,
-        "reason": "no node that writes answers is ready",
+        "reason": "no node that decodes sequences is ready",
     }
     gone = of_coordinator(cluster)
     assert total(gone, "splitserve_ready") == total(gone, "splitserve_node_steps_total", node="decode-0") == 0

@@ -104,7 +104,7 @@ def within_pools(
 
 Pair = tuple[Node, Node]
 
-NO_PAIR: Final = "no node that writes answers takes those of prompts that other nodes read"
+NO_PAIR: Final = "no node that decodes sequences takes the KV transfers of prefill nodes"
 
 MOST_WEIGHED: Final = 9  # cheapest pairs for which violations are predicted
 MOST_PREFILL_NODES: Final = 2  # cheapest prefill nodes that are paired with decode nodes

@@ -88,14 +88,14 @@ IMPOSSIBLE_ROLES = [
         {"role": "decode"},
         "FAILED_PRECONDITION",
         "NO_OTHER_NODE",
-        "node p0 is the last one that reads prompts",
+        "node p0 is the last one that prefills prompts",
     ),
     (
         "d0",
         {"role": "prefill"},
         "FAILED_PRECONDITION",
         "NO_OTHER_NODE",
-        "node d0 is the last one that writes answers",
+        "node d0 is the last one that decodes sequences",
     ),
 ]
 
@@ -376,13 +376,13 @@ IMPOSSIBLE_DRAINS = [
         "d0",
         grpc.StatusCode.FAILED_PRECONDITION,
         "NO_OTHER_NODE",
-        "node d0 cannot drain: no other node writes answers",
+        "node d0 cannot drain: no other node decodes sequences",
     ),
     (
         "p0",
         grpc.StatusCode.FAILED_PRECONDITION,
         "NO_OTHER_NODE",
-        "node p0 cannot drain: no other node reads prompts",
+        "node p0 cannot drain: no other node prefills prompts",
     ),
 ]
 

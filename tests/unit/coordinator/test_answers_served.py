@@ -207,7 +207,7 @@ def test_the_last_node_of_a_role_ends_the_answer_with_how_far_it_came(tmp_path):
             assert dict(info.metadata)["tokens_emitted"] == "1"
             code, info, details = await refusal_of(c.generate())
             assert (code, info.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_DECODE_WORKER")
-            assert details == "no node that writes answers is ready"
+            assert details == "no node that decodes sequences is ready"
 
     run(scenario())
 

@@ -175,7 +175,7 @@ def test_what_is_told_of_a_drained_node_does_not_depend_on_what_it_says_itself()
     assert world.submit() == ["reserve d1", "prefill p0"]
 
 
-@pytest.mark.parametrize(("name", "verb"), [("p0", "reads prompts"), ("d0", "writes answers")])
+@pytest.mark.parametrize(("name", "verb"), [("p0", "prefills prompts"), ("d0", "decodes sequences")])
 def test_a_node_without_another_one_of_its_kind_cannot_drain(name, verb):
     world = World(("p0", "d0", "p1", "d1"))
     node = world.registry.find(name)

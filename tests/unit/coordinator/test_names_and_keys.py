@@ -8,7 +8,7 @@ from functools import partial
 import grpc
 import pytest
 
-from coordinator.control.request_log import Journal
+from coordinator.control.request_log import RequestLog
 from coordinator.settings import CoordinatorSettings, check_settings
 from coordinator.text import chat_template, structures
 from protos import inference_pb2
@@ -116,7 +116,7 @@ def test_who_asks_is_in_the_log_and_keys_may_change(tmp_path, caplog):
             assert await status_of(client, BOB) == 200
 
     run(scenario())
-    told = [record for record in caplog.records if record.name == Journal.__module__]
+    told = [record for record in caplog.records if record.name == RequestLog.__module__]
     askers = [(record.getMessage(), record.fields.get("asker")) for record in told]
     assert askers == [
         ("request finished", "ann"),

@@ -67,8 +67,8 @@ def test_a_pair_needs_no_figures(registry, ledger, names, pair):
 @pytest.mark.parametrize(
     ("names", "reason", "message"),
     [
-        (["d0"], "NO_PREFILL_WORKER", "no node that reads prompts is ready"),
-        (["p0"], "NO_DECODE_WORKER", "no node that writes answers is ready"),
+        (["d0"], "NO_PREFILL_WORKER", "no node that prefills prompts is ready"),
+        (["p0"], "NO_DECODE_WORKER", "no node that decodes sequences is ready"),
     ],
 )
 def test_a_part_that_nobody_does_is_an_error(registry, ledger, names, reason, message):
@@ -82,7 +82,7 @@ def test_a_part_that_nobody_does_is_an_error(registry, ledger, names, reason, me
 def test_a_node_that_takes_no_hand_overs_writes_only_what_it_reads(registry, ledger):
     admit(registry, "p0")
     admit(registry, "d0", shape=Shape(0, 64, takes_handovers=False))
-    with pytest.raises(RequestError, match="no node that writes answers takes those of prompts that other") as error:
+    with pytest.raises(RequestError, match="no node that decodes sequences takes the KV transfers") as error:
         placed(registry, ledger)
     assert error.value.reason == "NO_DECODE_WORKER"
     admit(registry, "b0", rate=1.0, shape=Shape(512, 64, takes_handovers=False))

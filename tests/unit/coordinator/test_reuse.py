@@ -9,7 +9,7 @@ import pytest
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Registry
-from coordinator.control.request_log import Journal
+from coordinator.control.request_log import RequestLog
 from coordinator.control.roles import FIXED, Roles
 from coordinator.control.scheduler import Scheduler
 from coordinator.dispatcher import Dispatcher
@@ -386,7 +386,7 @@ def test_what_a_lost_node_still_says_is_ignored(how):
     limits = {"max_live": 1, "max_restarts": 0, "keep_after_s": 1.0}
     scheduler = Scheduler(registry, ledger, metrics, first_epoch=0, **limits)
     roles = Roles(registry, ledger, policy=FIXED)
-    dispatcher = Dispatcher(registry, scheduler, roles, Journal(metrics))
+    dispatcher = Dispatcher(registry, scheduler, roles, RequestLog(metrics))
     link = dispatcher.attach(events.hello("p0", "prefill").hello)
     if how == "detached":
         dispatcher.detach(link)

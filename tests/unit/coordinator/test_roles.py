@@ -142,11 +142,11 @@ def test_a_node_that_is_lost_before_it_confirms_is_forgotten():
         ("p0 d0", "p0", Shape(513, 0, False), "BAD_PARAM", "prompt_tokens of a shape is 513, the node's"),
         ("p0 d0", "p0", Shape(0, 9, False), "BAD_PARAM", "slots of a shape is 9, the node's max_num_seqs is 8"),
         ("p0 d0", "p0", Shape(0, 0, False), "BAD_PARAM", "a shape needs prompt_tokens or slots above 0"),
-        ("p0 d0", "p0", "decode", "NO_OTHER_NODE", "node p0 is the last one that reads prompts"),
-        ("p0 d0", "d0", "prefill", "NO_OTHER_NODE", "node d0 is the last one that writes answers"),
-        ("b0", "b0", "prefill", "NO_OTHER_NODE", "node b0 is the last one that writes answers"),
-        ("p0 d0", "d0", Shape(0, 8, False), "NO_OTHER_NODE", "without node d0 as it is no node would write answers"),
-        ("p0 d0", "d0", Shape(512, 8, False), "NO_OTHER_NODE", "without node d0 as it is no node would write"),
+        ("p0 d0", "p0", "decode", "NO_OTHER_NODE", "node p0 is the last one that prefills prompts"),
+        ("p0 d0", "d0", "prefill", "NO_OTHER_NODE", "node d0 is the last one that decodes sequences"),
+        ("b0", "b0", "prefill", "NO_OTHER_NODE", "node b0 is the last one that decodes sequences"),
+        ("p0 d0", "d0", Shape(0, 8, False), "NO_OTHER_NODE", "without node d0 as it is no node would take the KV"),
+        ("p0 d0", "d0", Shape(512, 8, False), "NO_OTHER_NODE", "without node d0 as it is no node would take"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_nothing_is_asked(names, name, to, reason, message):
@@ -188,11 +188,11 @@ def test_nodes_that_drain_or_are_about_to_change_are_no_others():
     world = World("p0", "p1", "d0")
     world.deaf = {"p1"}
     world.ask("p1", "decode")
-    with pytest.raises(RequestError, match="node p0 is the last one that reads prompts"):
+    with pytest.raises(RequestError, match="node p0 is the last one that prefills prompts"):
         world.ask("p0", "decode")
     world = World("p0", "p1", "d0")
     world.beat(world.node("p1"), state="draining")
-    with pytest.raises(RequestError, match="node p0 is the last one that reads prompts"):
+    with pytest.raises(RequestError, match="node p0 is the last one that prefills prompts"):
         world.ask("p0", "decode")
 
 

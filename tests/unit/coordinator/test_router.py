@@ -94,8 +94,8 @@ def test_avoided_nodes_come_last_and_draining_ones_not_at_all(registry, ledger):
 @pytest.mark.parametrize(
     ("role", "reason", "message"),
     [
-        ("prefill", "NO_PREFILL_WORKER", "no node that reads prompts is ready"),
-        ("decode", "NO_DECODE_WORKER", "no node that writes answers can hold 161 tokens"),
+        ("prefill", "NO_PREFILL_WORKER", "no node that prefills prompts is ready"),
+        ("decode", "NO_DECODE_WORKER", "no node that decodes sequences can hold 161 tokens"),
     ],
 )
 def test_no_node_is_an_error_of_its_own(registry, ledger, role, reason, message):

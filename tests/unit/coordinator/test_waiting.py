@@ -143,7 +143,7 @@ def test_one_that_no_node_can_hold_keeps_nobody_waiting():
     assert world.tick(1.0) == ["reserve d0", "prefill p0"]
     assert world.jobs[-1].attempt.request_id == "short/0"
     assert world.tick(WAIT_S) == ["end NO_DECODE_WORKER"]
-    assert str(world.outcome) == "no node that writes answers can hold 205 tokens"
+    assert str(world.outcome) == "no node that decodes sequences can hold 205 tokens"
 
 
 def test_the_wait_has_an_end():
@@ -151,7 +151,7 @@ def test_the_wait_has_an_end():
     world.submit(now=1.0)
     assert world.tick(WAIT_S + 0.9) == []
     assert world.tick(WAIT_S + 1.0) == ["end NO_DECODE_WORKER"]
-    assert str(world.outcome) == "no node that writes answers is ready"
+    assert str(world.outcome) == "no node that decodes sequences is ready"
     assert world.outcome.metadata == {"phase": "prefill_queue", "tokens_emitted": "0"}
     assert world.scheduler.num_open == 0
 

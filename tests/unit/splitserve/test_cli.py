@@ -47,7 +47,7 @@ def test_drain_tells_what_is_left_and_ends_with_one_line(run, script):
 
 
 def test_a_drain_that_is_refused_is_one_sentence(run, script):
-    sentence = "node decode-0 cannot drain: no other node writes answers"
+    sentence = "node decode-0 cannot drain: no other node decodes sequences"
     script.failures = [refusal(grpc.StatusCode.FAILED_PRECONDITION, sentence, "NO_OTHER_NODE")]
     result = run("drain", "decode-0")
     assert (result.exit_code, result.stdout) == (1, "")
@@ -195,7 +195,7 @@ def test_a_shape_that_is_not_all_there_is_one_sentence(run, script, arguments, m
 
 
 def test_what_the_server_says_of_a_role_that_cannot_be_is_what_the_command_says(run, script):
-    message = "node d0 is the last one that writes answers"
+    message = "node d0 is the last one that decodes sequences"
     script.failures = [refusal(grpc.StatusCode.FAILED_PRECONDITION, message, "NO_OTHER_NODE")]
     result = run("role", "d0", "prefill")
     assert (result.exit_code, result.stderr) == (1, f"Error: {message}\n")

@@ -8,7 +8,7 @@ import pytest
 from coordinator.control.instructions import End
 from coordinator.control.metrics import Metrics
 from coordinator.control.request import Timeline
-from coordinator.control.request_log import CallRecord, Journal
+from coordinator.control.request_log import CallRecord, RequestLog
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.process.telemetry import JsonFormatter
@@ -29,7 +29,7 @@ def info(caplog):
 def lines(caplog, event=""):
     """The journal's lines as they would be written."""
     formatter = JsonFormatter("coordinator", "c0")
-    found = [json.loads(formatter.format(record)) for record in caplog.records if record.name == Journal.__module__]
+    found = [json.loads(formatter.format(record)) for record in caplog.records if record.name == RequestLog.__module__]
     assert SECRET not in str(found)
     return [line for line in found if event in line["event"]]
 
@@ -175,10 +175,10 @@ def test_refused_requests_are_told_without_what_they_said(tmp_path, caplog):
 
 def test_every_end_is_counted_once():
     metrics = Metrics()
-    journal = Journal(metrics)
+    request_log = RequestLog(metrics)
     complete = inference_pb2.Complete(finish_reason=events.STOP, completion_tokens=1)
-    journal.ended(End("a/0", complete, Timeline(0.0), 1.0))
-    journal.ended(End("b/0", RequestError("WORKER_LOST", "gone"), Timeline(0.0), 1.0))
-    journal.refused(CallRecord("c"), RequestError("DRAINING", "going"))
+    request_log.ended(End("a/0", complete, Timeline(0.0), 1.0))
+    request_log.ended(End("b/0", RequestError("WORKER_LOST", "gone"), Timeline(0.0), 1.0))
+    request_log.refused(CallRecord("c"), RequestError("DRAINING", "going"))
     assert (metrics.finished, metrics.failed, metrics.refused) == ({"stop": 1}, {"WORKER_LOST": 1}, {"DRAINING": 1})
     assert (sum(metrics.e2e.counts), sum(metrics.tpot.counts)) == (1, 0)  # one token has no time after the first
