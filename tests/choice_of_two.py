@@ -43,14 +43,14 @@ class TieBySeed:
 
 
 class OneOfTwo:
-    """As `auto`, but a random one of the best writer and the best other one, unless that one makes more late."""
+    """As `auto`, but a random one of the best decode node and the best other one, unless that one makes more late."""
 
     def __init__(self):
         self._random, self._auto = Random(0), POLICIES[AUTO]
 
     def place(self, nodes, ledger, wanted, handover, now):
         best = self._auto.place(nodes, ledger, wanted, handover, now)
-        others = [node for node in nodes if node is not best.writer]
+        others = [node for node in nodes if node is not best.decode_node]
         try:
             second = self._auto.place(others, ledger, wanted, handover, now)
         except RequestError:

@@ -17,7 +17,7 @@ from serving_core.node.requests import NodeRequests
 from serving_node.metrics import NodeExposition
 from serving_node.outputs import StepCounts
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import World
+from tests.unit.coordinator.scheduler_kit import World
 
 ROUNDS = 9
 STEPS = [1] * (len(BATCH) + 1)

@@ -22,7 +22,7 @@ from serving_node.metrics import NodeExposition
 from serving_node.outputs import StepCounts
 from tests import fleet_events as events
 from tests.doc_table import DOCS, page_with
-from tests.unit.coordinator.tracker_kit import World
+from tests.unit.coordinator.scheduler_kit import World
 
 PAGE: Final = DOCS / "metrics.md"
 OF_PROCESS: Final = "process_"

@@ -1,6 +1,6 @@
 """Account for the load of each node: the one record of what the coordinator has given it to do. Pure.
 
-Heartbeats are up to a second old, so placement counts what has been assigned to a node instead. The tracker updates the
+Heartbeats are up to a second old, so placement counts what has been assigned to a node instead. The scheduler updates the
 account; placement reads it.
 
 The length of an output is estimated from the outputs that ended lately: `max_tokens` is often far more. (TetriInfer,
@@ -443,7 +443,7 @@ class Ledger:
         self._uncounted.clear()
         return self._most_left
 
-    # ---- events of the tracker ----
+    # ---- events of the scheduler ----
 
     def set_due(self, request_id: str, due: Due, num_output: int, most_left: int) -> None:
         """Record the deadlines of the attempt that begins, its output tokens, and how many more are allowed."""

@@ -307,7 +307,7 @@ def hello(data: bytes) -> None:
     """Of this version: what it keeps out is not worth a search."""
     told = fleet_pb2.Hello.FromString(data)
     told.node.fingerprint["protocol_version"] = convert.PROTOCOL_VERSION
-    dispatcher, _ = _dispatcher_and_tracker()
+    dispatcher, _ = _dispatcher_and_scheduler()
     dispatcher.attach(told)
 
 
@@ -316,7 +316,7 @@ def node_event(data: bytes) -> None:
     event = fleet_pb2.NodeEvent.FromString(data)
     if event.WhichOneof("event") in (None, "hello"):
         return
-    dispatcher, scheduler = _dispatcher_and_tracker()
+    dispatcher, scheduler = _dispatcher_and_scheduler()
     link = dispatcher.attach(events.hello("b0").hello)
     options = {"arrived_s": 0.0, "deadline_s": 1e9, "now": 0.0}
     scheduler.submit("r/0", Prompt([1, 2, 3]), SamplingParams(max_tokens=5), **options)
@@ -346,7 +346,7 @@ def rank_meeting(data: bytes) -> None:
     assert Meeting.decode(data[: 2**10]).port < 2**16
 
 
-def _dispatcher_and_tracker() -> tuple[Dispatcher, Scheduler]:
+def _dispatcher_and_scheduler() -> tuple[Dispatcher, Scheduler]:
     registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
     ledger, metrics = Ledger(), Metrics()
     scheduler = Scheduler(registry, ledger, metrics, first_epoch=0, max_live=10, max_restarts=1, keep_after_s=1.0)

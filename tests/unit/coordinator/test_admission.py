@@ -29,7 +29,7 @@ from serving_core.slo import WINDOW, Due
 from tests import fleet_events as events
 from tests.effort import effort
 from tests.unit.coordinator.placement_kit import NOW, TOKENS, Fleet
-from tests.unit.coordinator.tracker_kit import PROMPT, World
+from tests.unit.coordinator.scheduler_kit import PROMPT, World
 
 NUM_SEEDS = effort(300, 1000, 3000)
 LENGTH = events.LENGTH

@@ -12,7 +12,7 @@ from coordinator.control.slo import Slo
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import World
+from tests.unit.coordinator.scheduler_kit import World
 
 SLOTS = 8
 WEIGHTS = (0.1, 0.01, 0.0, 0.0, 0.001, 0.0, 0.0)  # of a step, an answer, a token before it, ...
@@ -167,7 +167,7 @@ def test_drained_nodes_tell_nothing():
     assert asked(2, usual=READ_ALONE).nodes_needed(nodes, 0) == 3
 
 
-def test_the_tracker_counts_who_is_refused_and_how_answers_end(told):
+def test_the_scheduler_counts_who_is_refused_and_how_answers_end(told):
     world = World(max_live=1)
     world.submit("a/0", now=10.0, max_tokens=2, slo=Slo("", None, 0.5))
     with pytest.raises(RequestError, match="the limit is 1"):

@@ -7,7 +7,7 @@ from coordinator.control.migration import MAX_DRAIN_MIGRATIONS, NUM_TOKENS_AHEAD
 from serving_core.errors import RequestError
 from serving_core.node.prefix import MIXED_NUMERICS
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import PROMPT, World
+from tests.unit.coordinator.scheduler_kit import PROMPT, World
 
 MAX_TOKENS = 200
 

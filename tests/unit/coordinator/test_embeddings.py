@@ -20,7 +20,7 @@ from tests import fleet_events as events
 from tests.scripted_nodes import DEADLINE_S, ScriptedNode, cluster, refusal_of, run
 from tests.tiny_models import write_fake_model
 from tests.unit.coordinator.http_kit import http_cluster, post
-from tests.unit.coordinator.tracker_kit import PROMPT, World
+from tests.unit.coordinator.scheduler_kit import PROMPT, World
 
 pytestmark = pytest.mark.usefixtures("programs_here")
 

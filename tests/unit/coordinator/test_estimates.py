@@ -22,7 +22,7 @@ from coordinator.control.placement.costs import (
 from coordinator.control.request import Attempt
 from serving_core.errors import RequestError
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import World
+from tests.unit.coordinator.scheduler_kit import World
 
 # ---- how often ----
 

@@ -17,7 +17,7 @@ from serving_core.figures import BATCH, SECONDS, TOKENS, Histogram
 from serving_core.renamed import METRICS
 from tests import fleet_events as events
 from tests.metric_table import PAGE, page
-from tests.unit.coordinator.tracker_kit import World
+from tests.unit.coordinator.scheduler_kit import World
 
 HISTOGRAMS = {
     "splitserve_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",

@@ -9,7 +9,7 @@ from protos import fleet_pb2, inference_pb2
 from serving_core.node.prefix import MIXED_NUMERICS
 from serving_core.slo import Due
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import MAX_TOKENS, PROMPT, MigratingWorld, World
+from tests.unit.coordinator.scheduler_kit import MAX_TOKENS, PROMPT, MigratingWorld, World
 
 
 @pytest.fixture

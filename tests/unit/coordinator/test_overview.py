@@ -12,7 +12,7 @@ from coordinator.control.slo import AttainmentCounts, Slo, SloClass
 from serving_core.errors import RequestError
 from serving_core.reasons import WORKER_LOST
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import MigratingWorld, World
+from tests.unit.coordinator.scheduler_kit import MigratingWorld, World
 
 LIMITS = {"chat": "ttft:500", "batch": "priority:10"}
 

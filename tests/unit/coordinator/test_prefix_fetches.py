@@ -21,7 +21,7 @@ from coordinator.control.prefix_fetch import (
 from protos import fleet_pb2, inference_pb2
 from serving_core.shapes import Shape
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import World
+from tests.unit.coordinator.scheduler_kit import World
 
 PAIR = ("d0", "p0")
 TOKENS = list(range(1, 101))

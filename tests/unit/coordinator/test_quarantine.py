@@ -7,7 +7,7 @@ from coordinator.control.nodes import Pauses
 from coordinator.control.request import NUM_TOKENS_FURTHER
 from tests import fleet_events as events
 from tests.scripted_nodes import DEADLINE_S, cluster, hand_over, read_all, refusal_of, run, step
-from tests.unit.coordinator.tracker_kit import World
+from tests.unit.coordinator.scheduler_kit import World
 
 TWICE = "nodes were lost or failed 2 times in a row while they computed the request, and it is not tried again: "
 

@@ -14,7 +14,7 @@ from protos.convert import shape_to_wire
 from serving_core.errors import RequestError
 from serving_core.shapes import DECODE, preset
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import World
+from tests.unit.coordinator.scheduler_kit import World
 
 POOL = 160  # tokens, ten blocks
 KEY = bytes(32)

@@ -18,7 +18,7 @@ from protos.convert import job_to_wire, request_from_wire
 from serving_core.requests import SamplingParams
 from tests import fleet_events as events
 from tests.scripted_nodes import begin, begin_to_write, cluster, read_all, refusal_of, run, step
-from tests.unit.coordinator.tracker_kit import World
+from tests.unit.coordinator.scheduler_kit import World
 
 TOKENS = list(range(1, 41))  # two full blocks of 16 and eight tokens
 

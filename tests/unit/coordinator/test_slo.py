@@ -14,7 +14,7 @@ from protos.inference_pb2 import GenerateRequest
 from serving_core.errors import RequestError, SettingsError
 from serving_core.requests import MEAN, Pooling, SamplingParams
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import Noting, World
+from tests.unit.coordinator.scheduler_kit import Noting, World
 
 CLASSES = SloClasses(
     parse_slo_classes(

@@ -22,7 +22,7 @@ from tests import fleet_events as events
 from tests.otlp_receiver import AT_ONCE, DEADLINE_S, receiving
 from tests.scripted_nodes import begin_to_write, cluster, read_all, refusal_of, run, step
 from tests.unit.coordinator.http_kit import plain_client, url_of
-from tests.unit.coordinator.tracker_kit import MigratingWorld, World
+from tests.unit.coordinator.scheduler_kit import MigratingWorld, World
 
 pytestmark = pytest.mark.usefixtures("programs_here")
 

@@ -11,7 +11,7 @@ from protos import inference_pb2
 from serving_core.errors import RequestError
 from tests import fleet_events as events
 from tests.scripted_nodes import begin, begin_to_write, cluster, first_message, read_all, read_to_end, run, step
-from tests.unit.coordinator.tracker_kit import PROMPT, World
+from tests.unit.coordinator.scheduler_kit import PROMPT, World
 
 WAIT_S = 5.0
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.api.exposition import Exposition
 from tests.effort import few
-from tests.unit.coordinator.tracker_kit import World
+from tests.unit.coordinator.scheduler_kit import World
 from tests.unit.deploy.kubernetes_kit import (
     VARIANTS,
     WORKLOADS,
@@ -243,7 +243,7 @@ def test_autoscalers_follow_the_one_metric_up_at_once_and_down_slowly():
     scaled = named("keda", "ScaledObject", "splitserve-node")["spec"]
     autoscaler = named("gpu with hpa", "HorizontalPodAutoscaler", "splitserve-node")["spec"]
     world = World()
-    text = Exposition(world.metrics, world.tracker, world.registry, "m").render().decode()
+    text = Exposition(world.metrics, world.scheduler, world.registry, "m").render().decode()
     assert METRIC in {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
     (trigger,), (metric,) = scaled["triggers"], autoscaler["metrics"]
     assert trigger["metadata"]["query"] == f"max({METRIC})"

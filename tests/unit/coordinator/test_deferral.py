@@ -10,7 +10,7 @@ from coordinator.control.slo import Slo
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import PROMPT, Noting, World
+from tests.unit.coordinator.scheduler_kit import PROMPT, Noting, World
 
 # A step takes 10 ms and 5 ms for each answer, a prompt 1 ms a token and a step's 10 ms for each 512 of them.
 WEIGHTS = [0.010, 0.005, 0.0, 0.0, 0.001, 0.0, 0.0]

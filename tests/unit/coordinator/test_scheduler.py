@@ -8,7 +8,7 @@ from coordinator.control.scheduler import MAX_EARLY_TOKENS
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from tests import fleet_events as events
-from tests.unit.coordinator.tracker_kit import PROMPT, World
+from tests.unit.coordinator.scheduler_kit import PROMPT, World
 
 
 @pytest.fixture
