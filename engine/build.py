@@ -63,7 +63,7 @@ def build_engine(settings: EngineSettings, group: RankGroup | None = None, num_k
     facts |= adapter_facts(adapters)
     _check_alike(group, facts | part.shared_settings)
     grammars = Grammars(part.folder, config.eos_token_ids)
-    stream = StepStream(part.device)
+    stream, ops = StepStream(part.device), choose_ops(part.device)  # on CUDA a trial, which needs memory
 
     model, weight_bytes = on_all_ranks(group, ModelError, lambda: _load(part, adapters))
     pool, num_blocks = _make_pool(part, num_kept_bytes)
@@ -88,7 +88,7 @@ def build_engine(settings: EngineSettings, group: RankGroup | None = None, num_k
         group=group,
         pipeline=part.pipeline,
         model=model,
-        ops=choose_ops(part.device),
+        ops=ops,
         pool=pool,
         attention=attention,
         program=program,

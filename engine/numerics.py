@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from engine.attention.backends import invariant_attentions
+from engine.attention.backends import batch_invariant_attentions
 from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention
 from engine.attention.tiled import TILE_KEYS
@@ -103,7 +103,7 @@ def make_batch_invariant(
     pool = attention.pool
     model.make_batch_invariant(pool.compute_dtype, pool.device)
     tried = attention
-    for tried in invariant_attentions(attention, num_heads):
+    for tried in batch_invariant_attentions(attention, num_heads):
         if pool.layout.is_quantized:
             break
         differing = differing_histories(model, tried, model.vocab_size, max_model_len)

@@ -106,7 +106,7 @@ def choose_attention(
     return _on_cuda(portable, num_heads)
 
 
-def invariant_attentions(attention: Attention, num_heads: int) -> Iterator[Attention]:
+def batch_invariant_attentions(attention: Attention, num_heads: int) -> Iterator[Attention]:
     """Yield backends that can replace `attention` and may be batch-invariant, the fastest first.
 
     The caller must try each: varlen_attn is told never to split keys, but the device decides whether its bits depend on

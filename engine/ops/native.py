@@ -265,7 +265,8 @@ class NativeOps(Ops):
 
 def _are_usual(x: torch.Tensor, delta: torch.Tensor | None) -> bool:
     """Return whether the kernels support these rows."""
-    return x.dtype in ELEMENTS and x.stride(1) == 1 and (delta is None or delta.stride(1) == 1)
+    are_rows = x.dim() == 2 and x.stride(1) == 1 and (delta is None or delta.stride(1) == 1)
+    return x.dtype in ELEMENTS and are_rows
 
 
 def _native_norm(

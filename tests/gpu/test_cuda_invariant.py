@@ -58,7 +58,8 @@ def test_steps_are_graphs_where_varlen_attn_keeps_bits(tmp_path, family):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tiled_attention_keeps_bits_where_it_is_not_the_fastest(tmp_path, dtype, monkeypatch):
     monkeypatch.setattr(
-        "engine.numerics.invariant_attentions", lambda attention, num_heads: [TiledAttention(attention.pool, num_heads)]
+        "engine.numerics.batch_invariant_attentions",
+        lambda attention, num_heads: [TiledAttention(attention.pool, num_heads)],
     )
     engine = load(tmp_path, "mistral", 256, dtype=dtype)
     assert engine.is_batch_invariant

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton, which comes with torch for CUDA, is not installed")
 
-from engine.attention.backends import choose_attention, invariant_attentions
+from engine.attention.backends import batch_invariant_attentions, choose_attention
 from engine.attention.paged import PortableAttention
 from engine.attention.triton_paged import (
     ALONE,
@@ -177,7 +177,7 @@ def test_prompts_are_varlen_attns_and_steps_those_of_triton():
     pool.clear(0, pool.num_blocks)
     ours, portable = choose_attention(pool, 4), PortableAttention(pool, 4)
     assert ours.name == "varlen_attn, of steps triton"
-    assert [each.name for each in invariant_attentions(ours, 4)] == ["varlen_attn", "tiled"]
+    assert [each.name for each in batch_invariant_attentions(ours, 4)] == ["varlen_attn", "tiled"]
     pool.try_values(0, pool.num_blocks)
     chosen = {("triton", "varlen_attn"): SPANS, ("triton",): STEPS, ("varlen_attn",): SPANS[1:]}
     for names, spans in chosen.items():

@@ -100,7 +100,7 @@ def test_the_first_backend_that_keeps_bits_is_taken_and_a_line_names_what_others
         yield nudged_steps(attention, num_heads)
         yield TiledAttention(attention.pool, num_heads)
 
-    monkeypatch.setattr(engine.numerics, "invariant_attentions", backends)
+    monkeypatch.setattr(engine.numerics, "batch_invariant_attentions", backends)
     with caplog.at_level(logging.WARNING, logger="engine.numerics"):
         kept = load(folder)
     assert type(kept.attention) is TiledAttention
@@ -109,7 +109,7 @@ def test_the_first_backend_that_keeps_bits_is_taken_and_a_line_names_what_others
 
 
 def test_where_none_keeps_bits_none_are_promised(folder, loaded, monkeypatch):
-    monkeypatch.setattr(engine.numerics, "invariant_attentions", lambda *given: [nudged_steps(*given)])
+    monkeypatch.setattr(engine.numerics, "batch_invariant_attentions", lambda *given: [nudged_steps(*given)])
     nudged = load(folder)
     assert not nudged.is_batch_invariant
     assert nudged.numerics_facts["history_free"] == "no"
