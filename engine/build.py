@@ -21,7 +21,7 @@ from engine.engine import DecodeProgram, Engine, Model
 from engine.fake import FakeModel
 from engine.model.llama import LlamaDecoder
 from engine.model.weights import load_adapters, load_weights, stores_own_head
-from engine.native.decode import NativeDecode, is_recordable
+from engine.native_decode import NativeDecode, is_recordable
 from engine.numerics import computes_by_kernels, make_batch_invariant, numerics_facts
 from engine.offload.placement import Placement, choose_store
 from engine.ops.backends import choose_ops

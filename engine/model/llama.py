@@ -31,10 +31,10 @@ from engine.model.layers import (
     embedding,
 )
 from engine.model.lora import Adapters
-from engine.model.rope import RotaryEmbedding, Rotation, head_order
 from engine.offload.placement import OffloadedLayers
 from engine.ops.backends import choose_ops
 from engine.ops.base import HeadNorms, KVSlots, Ops
+from engine.ops.rope import RotaryEmbedding, Rotation, head_order
 from engine.ops.tiled import Rotary, TiledRotary, Tiling, batch_invariant_ops
 from engine.parallel import LEADER, RankGroup, Residual, residual_of
 from engine.pipeline import Pipeline

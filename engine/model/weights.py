@@ -16,9 +16,9 @@ from engine.model.checkpoint import Checkpoint, Part, SafetensorsCheckpoint, Spa
 from engine.model.layers import Layer, Linear
 from engine.model.llama import LlamaDecoder
 from engine.model.lora import Delta
+from engine.model.stored_weights import READERS, Fp8Checkpoint, join, matrix_of
 from engine.native.linear_library import best_variant
 from engine.offload.placement import Placement
-from engine.quantization.stored_weights import READERS, Fp8Checkpoint, join, matrix_of
 from serving_core.errors import ModelError
 from serving_core.model_files.adapters import DOWN, UP, StoredAdapter
 from serving_core.model_files.load_progress import LoadProgress

@@ -1,7 +1,7 @@
 """Load the compiled kernels of engine/native, if the package was built where a C compiler is.
 
 One library has all kernels: attention (declared here), products with quantized weights (linear_library.py), with dense
-and grouped weights (linear.py), the ops between products (ops_library.py), programs of these (program.py) and sums over
+weights (linear.py), the ops between products (ops_library.py), programs of these (program.py) and sums over
 ranks (shared_sums.py).
 
 The variant is chosen when the process starts: the best that this CPU supports, or the one that the environment variable

@@ -1,11 +1,10 @@
-"""Multiply by dense and grouped weights on a CPU with the compiled kernels of engine/native.
+"""Multiply by dense weights on a CPU with the compiled kernels of engine/native.
 
 As with the attention kernels, SPLITSERVE_NATIVE names the variant; without it the best for this CPU is used.
 """
 
 import ctypes
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -15,7 +14,6 @@ import torch
 from engine.native import library as native_library
 from engine.native.huge_memory import weight_memory
 from engine.native.program import NativeProgram, threads
-from engine.quantization.quantized_linear import QuantizedMatrix
 
 VERSION: Final = 3  # DENSE_VERSION in native/dense.h
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
@@ -182,65 +180,3 @@ def _packed(library: DenseLibrary, weight: torch.Tensor) -> torch.Tensor:
     with ThreadPoolExecutor(torch.get_num_threads(), "packing") as packers:
         deque(packers.map(pack, range(0, num_outputs, SLICE_OUTPUTS)), maxlen=0)  # raises the packers' errors
     return packed
-
-
-class GroupedLibrary:
-    """The functions of the compiled library."""
-
-    def __init__(self, path: Path) -> None:
-        """Load the file. Raises AttributeError if it has an older version."""
-        library = ctypes.CDLL(str(path))
-        pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-        self.dense = library.dense_multiply_groups
-        self.dense.argtypes = [pointer, pointer, int32, pointer, int32, pointer, int64, pointer]
-        self.linear = library.linear_multiply_groups
-        self.linear.argtypes = [pointer, pointer, int32, pointer, int32, int32, pointer, int64, pointer]
-        for function in (self.dense, self.linear):
-            function.restype = int32
-
-
-class GroupedProduct:
-    """A product of groups of rows, each with a matrix of its own; all matrices have one shape and kind.
-
-    A row's outputs have the bits of a separate product of that row with its matrix.
-    """
-
-    def __init__(self, library: GroupedLibrary, matrices: Sequence[DenseMatrix | QuantizedMatrix]) -> None:
-        self._library = library
-        self._matrices = matrices  # keeps the matrices at these addresses alive
-        self._addresses = (ctypes.c_void_p * len(matrices))(*(matrix.address for matrix in matrices))
-        self._dense_dtype: Final = matrices[0].dtype if isinstance(matrices[0], DenseMatrix) else None
-
-    def takes(self, dtype: torch.dtype) -> bool:
-        """Return whether rows of this dtype can be multiplied."""
-        return dtype in ELEMENTS if self._dense_dtype is None else dtype == self._dense_dtype
-
-    def __call__(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """Multiply x [T, num_inputs] -> [T, num_outputs]; starts [matrices + 1] int32 are the first rows of the
-        matrices, then T.
-        """
-        first = self._matrices[0]
-        assert x.is_contiguous(), "rows behind each other"
-        assert (x.shape[1], starts.dtype) == (first.num_inputs, torch.int32)
-        outputs = x.new_empty((x.shape[0], first.num_outputs))
-        groups = (self._addresses, starts.data_ptr(), len(self._matrices))
-        rows = (x.data_ptr(), x.stride(0) * x.itemsize, outputs.data_ptr())
-        if self._dense_dtype is not None:
-            failed = self._library.dense(*groups, *threads(), *rows)
-        else:
-            failed = self._library.linear(*groups, *threads(), ELEMENTS[x.dtype], *rows)
-        if failed:
-            raise MemoryError(f"no memory for {x.shape[0]} rows of {len(self._matrices)} matrices")
-        return outputs
-
-
-def grouped_product(matrices: Sequence[object]) -> GroupedProduct | None:
-    """Return the grouped product of these matrices if kernels support it; else None."""
-    library = native_library.load(GroupedLibrary)
-    dense = [matrix for matrix in matrices if isinstance(matrix, DenseMatrix)]
-    quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix) and matrix.is_recordable]
-    kinds: set[tuple[object, ...]] = {(each.dtype, each.num_inputs, each.num_outputs) for each in dense}
-    kinds |= {(each.bits, each.input_bits, each.group_size, each.num_inputs, each.num_outputs) for each in quantized}
-    if library is None or len(kinds) != 1 or len(dense) + len(quantized) < len(matrices):
-        return None
-    return GroupedProduct(library, dense or quantized)

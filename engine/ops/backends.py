@@ -6,10 +6,10 @@ import logging
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
-from engine.model.rope import RotaryEmbedding
 from engine.native.ops_library import best_variant
 from engine.ops.base import HeadNorms, KVSlots, Norm, Ops
 from engine.ops.native import NativeOps
+from engine.ops.rope import RotaryEmbedding
 from engine.ops.sampling import RowSampling
 from engine.trial import why_not_triton
 from serving_core.layout import KVLayout

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from engine.cache.kv_pool import PagedKVPool
-from engine.model.rope import Rotation, rotate
+from engine.ops.rope import Rotation, rotate
 from engine.ops.sampling import RowSampling, log_totals, sample_rows
 from serving_core.model_files.differences import GELU_TANH, SILU
 

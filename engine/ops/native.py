@@ -6,10 +6,10 @@ from typing import Final
 
 import torch
 
-from engine.model.rope import Rotation
 from engine.native.ops_library import HeadStore, NativeNorm, NativeSampling, SamplingBatch, ops_library
 from engine.native.program import NativeProgram, threads_for
 from engine.ops.base import HeadNorms, KVSlots, Likeliest, Norm, Ops, Routing, Shared
+from engine.ops.rope import Rotation
 from engine.ops.sampling import RowSampling
 from serving_core.model_files.differences import GELU_TANH, SILU
 

@@ -20,8 +20,8 @@ from typing import Final, Protocol
 
 import torch
 
-from engine.model.rope import Rotation
 from engine.ops.base import Norm, Ops, add_scaled, capped, normed
+from engine.ops.rope import Rotation
 from serving_core.model_files.differences import SILU
 
 TILE_ROWS: Final = (1, 4, 8, 16, 32, 64, 128, 256)  # candidates

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.model.rope import Rotation
 from engine.ops.base import HeadNorms, KVSlots, Norm, Ops
+from engine.ops.rope import Rotation
 from engine.ops.sampling import LIKELIEST_MASS, RowSampling, sample_rows
 from serving_core.model_files.differences import GELU_TANH, SILU
 

@@ -7,9 +7,9 @@ import torch
 pytest.importorskip("triton", reason="Triton, which comes with torch for CUDA, is not installed")
 
 from engine.cache.kv_pool import PagedKVPool
-from engine.model.rope import RotaryEmbedding
 from engine.ops.backends import choose_ops
 from engine.ops.base import HeadNorms, KVSlots, Norm, Ops
+from engine.ops.rope import RotaryEmbedding
 from engine.ops.sampling import RowSampling
 from engine.ops.triton import TritonOps, least_in_nuclei
 from serving_core.layout import KVLayout

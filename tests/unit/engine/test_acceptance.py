@@ -9,7 +9,7 @@ import torch
 from coordinator.text.constraints import to_grammar
 from coordinator.text.structures import WHITESPACE
 from engine.build import build_engine
-from engine.native.decode import NativeDecode
+from engine.native_decode import NativeDecode
 from serving_core.requests import Request, SampledToken, SamplingParams, Work, finish_reason, would_end
 from serving_core.settings import EngineSettings
 from tests.effort import few

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from engine.build import build_engine
-from engine.native.decode import NativeDecode
 from engine.native.library import ENVIRONMENT, OFF
 from engine.native.linear import VARIANTS as DENSE_VARIANTS
 from engine.native.linear import best_variant
+from engine.native_decode import NativeDecode
 from serving_core.settings import EngineSettings
 from tests.effort import effort, few
 from tests.tiny_models import write_fake_model

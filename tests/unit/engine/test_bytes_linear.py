@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.native.linear import grouped_product
+from engine.model.experts import grouped_product
 from engine.quantization.quantized_linear import MOST_INPUTS, quantized_matrix
 from engine.quantization.weight_quantization import quantize
 from tests.unit.engine.in_one_test import for_each

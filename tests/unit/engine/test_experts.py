@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from engine.build import build_engine
-from engine.model.experts import MixtureOfExperts
+from engine.model.experts import GroupedProduct, MixtureOfExperts
 from engine.native.library import ENVIRONMENT, OFF
-from engine.native.linear import GroupedProduct, best_variant
+from engine.native.linear import best_variant
 from engine.native.linear_library import best_variant as best_quantized_variant
 from engine.parallel import Residual, alone
 from serving_core.errors import ModelError

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.model.experts import grouped_product
 from engine.native import linear, linear_library
 from engine.native.library import ENVIRONMENT
-from engine.native.linear import DenseMatrix, grouped_product
+from engine.native.linear import DenseMatrix
 from engine.quantization.quantized_linear import quantized_matrix
 from tests.effort import effort
 from tests.unit.engine.in_one_test import for_each

@@ -11,11 +11,11 @@ import torch
 
 from engine.build import build_engine
 from engine.forward_batch import build_batch
-from engine.native.decode import MOST_ROWS, NativeDecode
 from engine.native.library import ENVIRONMENT, OFF
 from engine.native.linear import best_variant
 from engine.native.ops_library import best_variant as best_ops
 from engine.native.program import NativeProgram
+from engine.native_decode import MOST_ROWS, NativeDecode
 from engine.ops.base import Norm
 from engine.ops.native import NativeOps
 from serving_core.requests import Share

@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cache.kv_pool import PagedKVPool
-from engine.model.rope import RotaryEmbedding
 from engine.native.library import ENVIRONMENT
 from engine.native.ops_library import VARIANTS, OpsLibrary, ops_library
 from engine.ops.backends import choose_ops
 from engine.ops.base import HeadNorms, KVSlots, Norm, Ops
 from engine.ops.native import NativeOps
+from engine.ops.rope import RotaryEmbedding
 from serving_core.layout import KVLayout
 from serving_core.model_files.differences import GELU_TANH, SILU
 from serving_core.model_files.rope import DefaultRope

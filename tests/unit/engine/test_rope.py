@@ -3,7 +3,7 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from engine.model.rope import RotaryEmbedding, inverse_frequencies, rotate
+from engine.ops.rope import RotaryEmbedding, inverse_frequencies, rotate
 from serving_core.model_files.rope import DefaultRope, FactorRope, LinearRope, Llama3Rope, YarnRope
 from tests.unit.engine.in_one_test import for_each
 

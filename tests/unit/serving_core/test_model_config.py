@@ -6,7 +6,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 
-from engine.model.rope import inverse_frequencies
+from engine.ops.rope import inverse_frequencies
 from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
 from serving_core.model_files.config import read_model_config

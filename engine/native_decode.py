@@ -22,11 +22,11 @@ from engine.model.llama import (
     PreNormLayer,
     SelfAttention,
 )
-from engine.model.rope import Rotation
 from engine.native.linear import DenseMatrix
 from engine.native.program import NativeProgram
 from engine.ops.base import KVSlots, Logits
 from engine.ops.native import ELEMENTS, NativeOps
+from engine.ops.rope import Rotation
 from engine.quantization.quantized_linear import QuantizedMatrix
 from serving_core.model_files.rope import Rope
 
