@@ -8,9 +8,9 @@ less the leading "model.".
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ from engine.model.layers import (
     embedding,
 )
 from engine.model.lora import Adapters
-from engine.offload.placement import OffloadedLayers
 from engine.ops.backends import choose_ops
 from engine.ops.base import HeadNorms, KVSlots, Ops
 from engine.ops.rope import RotaryEmbedding, Rotation, head_order
@@ -223,6 +222,25 @@ class ParallelLayer(DecoderLayer):
         normed = now.residual.whole(self.input_layernorm(x, now.ops, delta))
         x.add_(self.self_attn(normed, now))
         return self.fed_forward(normed, now)
+
+
+class OffloadedLayers(Protocol):
+    """Reads the offloaded layers of one model ahead, driven by hooks at the begin and end of each layer."""
+
+    @property
+    def where(self) -> str:
+        """Return where the weights are, in words: on disk, or in host memory."""
+
+    @property
+    def layer_bytes(self) -> Mapping[int, int]:
+        """Return the bytes of each offloaded layer by number."""
+
+    @property
+    def num_read_bytes(self) -> int:
+        """Return the bytes read since the start."""
+
+    def read_alone(self) -> tuple[int, float]:
+        """Read all layers once as a measurement, between steps; return bytes and seconds."""
 
 
 class LlamaDecoder(nn.Module):

@@ -5,9 +5,9 @@ that it computes with.
 import itertools
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from engine.model.llama import LlamaDecoder
 from engine.model.lora import Delta
 from engine.model.stored_weights import READERS, Fp8Checkpoint, join, matrix_of
 from engine.native.linear_library import best_variant
-from engine.offload.placement import Placement
 from serving_core.errors import ModelError
 from serving_core.model_files.adapters import DOWN, UP, StoredAdapter
 from serving_core.model_files.load_progress import LoadProgress
@@ -55,6 +54,15 @@ class _Target(NamedTuple):
     attribute: str
     parts: list[Part]
     stored_as: Sequence[_Stored] = ()
+
+
+class Placement(Protocol):
+    """Weight offload, as the loading of weights sees it."""
+
+    def of(self, module: Layer) -> AbstractContextManager[None]:
+        """Provide the memory in which the module is filled and packed. Raises SettingsError if memory or offload space
+        is too small.
+        """
 
 
 def load_weights(

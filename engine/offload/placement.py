@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Final, Protocol
 
@@ -10,30 +10,12 @@ import torch
 from torch import nn
 
 from engine.model.layers import Layer
+from engine.model.llama import OffloadedLayers
 from engine.offload.layers_on_disk import DiskStore
 from engine.offload.layers_on_host import HostStore
 from engine.offload.residence import ROOM, layers_elsewhere
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
-
-
-class OffloadedLayers(Protocol):
-    """Reads the offloaded layers of one model ahead, driven by hooks at the begin and end of each layer."""
-
-    @property
-    def where(self) -> str:
-        """Return where the weights are, in words: on disk, or in host memory."""
-
-    @property
-    def layer_bytes(self) -> Mapping[int, int]:
-        """Return the bytes of each offloaded layer by number."""
-
-    @property
-    def num_read_bytes(self) -> int:
-        """Return the bytes read since the start."""
-
-    def read_alone(self) -> tuple[int, float]:
-        """Read all layers once as a measurement, between steps; return bytes and seconds."""
 
 
 class LayerStore(Protocol):
