@@ -116,7 +116,7 @@ class _Watched:
         async def watched_receive() -> Message:
             message = await receive()
             if message["type"] == "http.request" and not message["more_body"]:
-                connection.has_body = True
+                connection.end_body()
             return message
 
         async def watched_send(message: Message) -> None:
@@ -131,13 +131,11 @@ class _Watched:
 
 
 class _Transport:
-    """The transport that uvicorn's protocol gets: its socket's, but for what the connection decides."""
+    """The transport that uvicorn's protocol gets: its socket's, but for the refusal of a request."""
 
     def __init__(self, transport: asyncio.Transport, connection: "_Connection") -> None:
         self._transport = transport
         self._connection = connection
-        self.pause_reading = connection.hold
-        self.resume_reading = connection.release
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -167,13 +165,13 @@ class _Connection(asyncio.Protocol):
         **options: Any,
     ) -> None:
         self.is_parsing = False
-        self.has_body = True  # of the latest call: its body is read
         self.has_response = False  # of the latest call: its response has begun
         self._http = http(app_state={**app_state, CONNECTION: self}, **options)  # the `state` of every call's scope
         self._kept = kept
         self._sheds = sheds
         self._loop = asyncio.get_running_loop()
         self._num_calls = 0
+        self._has_body = False  # of the latest call: its body is read
         self._call_number = 0  # of the latest call
         self._probes = False  # whether the latest call is one of HTTP/1.1 without TLS, so that probes may be sent
         self._headers: list[Any] = []  # of the latest call; uvicorn adds its trailers
@@ -181,7 +179,6 @@ class _Connection(asyncio.Protocol):
         self._room = MAX_HEAD_BYTES  # bytes that may still come before the next call begins
         self._next_room = MAX_HEAD_BYTES  # after the latest call
         self._ahead = bytearray()  # received and not parsed yet
-        self._is_held = False
         self._is_ended = False  # uvicorn's protocol has been told that the connection is lost
         self._is_unread = False
         self._head_timer: asyncio.TimerHandle | None = None
@@ -203,7 +200,7 @@ class _Connection(asyncio.Protocol):
             closed.shed(CROWDED)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_held or self._ahead or (self._num_calls and self.has_body):
+        if self._ahead or self._reads_ahead:
             self._ahead += data
             if len(self._ahead) > MAX_BYTES_AHEAD:
                 self._transport.pause_reading()
@@ -245,7 +242,7 @@ class _Connection(asyncio.Protocol):
         length, is_chunked = headers.get(b"content-length", b"0"), b"transfer-encoding" in headers
         self._num_calls += 1
         self._call_number += 1
-        self.has_response, self.has_body = False, length == b"0" and not is_chunked
+        self.has_response, self._has_body = False, False
         self._probes = not self._is_tls and scope["http_version"] == "1.1"
         self._headers, self._most_headers = scope["headers"], len(scope["headers"]) + MAX_TRAILERS
         self._next_room = MAX_HEAD_BYTES + (0 if is_chunked else int(length))
@@ -253,13 +250,23 @@ class _Connection(asyncio.Protocol):
         self._cancel_timers(self._head_timer)
         self._head_timer = None
         self._tell_whether_idle()
+        if length == b"0" and not is_chunked:
+            self.end_body()
+        elif self._ahead:
+            self._loop.call_soon(self._parse_ahead)  # its body
+
+    def end_body(self) -> None:
+        """Note that the body of the latest call is read. From now on bytes are kept, so that a disconnect is noticed
+        and nothing is parsed ahead of its time."""
+        self._has_body = True
+        self._transport.resume_reading()  # uvicorn's protocol may have paused it
 
     def end(self) -> None:
         """Note that a call has ended."""
         self._num_calls -= 1
         self._tell_whether_idle()
         if self._num_calls == 0:
-            if self.has_body:
+            if self._has_body:
                 self._next_room = MAX_HEAD_BYTES
             self._room = min(self._room, self._next_room)
             self._loop.call_soon(self._settle, self._call_number)  # after the next call, if its request has come
@@ -271,15 +278,6 @@ class _Connection(asyncio.Protocol):
             self._http.connection_lost(None)  # closes the transport
 
     # ---- what uvicorn's protocol says ----
-
-    def hold(self) -> None:
-        """Keep received bytes until `release`, and go on reading, so that a disconnect is noticed."""
-        self._is_held = True
-
-    def release(self) -> None:
-        """Parse the kept bytes soon, and those that come."""
-        self._is_held = False
-        self._loop.call_soon(self._go_on)
 
     def refuse(self, message: str) -> None:
         """Respond 400, unless a response has begun, and close the connection."""
@@ -320,19 +318,22 @@ class _Connection(asyncio.Protocol):
         elif len(self._headers) > self._most_headers > 0:
             self.refuse(f"the body has more than {MAX_TRAILERS} trailers")
 
-    def _go_on(self) -> None:
-        """Parse the bytes that have come ahead of their time."""
-        if self._is_held or (self._num_calls and self.has_body):
-            return
-        self._transport.resume_reading()
-        if self._ahead:
+    @property
+    def _reads_ahead(self) -> bool:
+        """Whether received bytes are of later calls than the latest."""
+        return self._num_calls > 0 and self._has_body
+
+    def _parse_ahead(self) -> None:
+        """Parse the bytes that have come ahead of their time, if it has come."""
+        if self._ahead and not self._reads_ahead:
+            self._transport.resume_reading()
             data, self._ahead = bytes(self._ahead), bytearray()
             self._parse(data)
 
     def _settle(self, latest: int) -> None:
         """Parse what has come ahead, or close a half-closed connection, unless a call has begun after the `latest`."""
         if self._ahead:
-            self._go_on()
+            self._parse_ahead()
         elif self._probe_timer is not None and self._num_calls == 0 and self._call_number == latest:
             self._transport.close()
 
@@ -351,7 +352,7 @@ class _Connection(asyncio.Protocol):
     def _probe(self, wait_s: float, begun: int) -> None:
         """Send a probe, unless the response has started, which is a probe itself. Close the connection where no
         probe may be sent, and during the response `begun`, which the client had begun to read: it has left."""
-        if not (self._num_calls and self._probes and self.has_body) or self._call_number == begun:
+        if not (self._reads_ahead and self._probes) or self._call_number == begun:
             self._transport.close()
             return
         if not self.has_response:

@@ -314,3 +314,39 @@ def test_fields_without_end_end_the_connection(sent):
                     await asyncio.sleep(0)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_bytes", [10, 2**20])
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
+def test_a_body_that_comes_while_the_call_before_it_is_served_is_read(loop, num_bytes):
+    async def scenario():
+        begun, may_end, read = asyncio.Event(), asyncio.Event(), []
+
+        async def app(scope, receive, send):
+            num_read, more = 0, True
+            while more:
+                message = await receive()
+                num_read, more = num_read + len(message["body"]), message["more_body"]
+            read.append(num_read)
+            if scope["path"] == "/slow":
+                begun.set()
+                await may_end.wait()
+            await empty(scope, receive, send)
+            await asyncio.sleep(0.01)  # the next call begins before this one has ended
+
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            serving_app(app, max_connections=3, max_per_peer=3) as port,
+            connected(port) as (reader, writer),
+        ):
+            head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % num_bytes
+            writer.write(REQUEST.replace(b"/", b"/slow", 1) + head + b"x")
+            await begun.wait()
+            writer.write(b"x" * (num_bytes - 1) + REQUEST)
+            await asyncio.sleep(0.05)  # it has come before the first call ends
+            may_end.set()
+            for _ in range(3):
+                assert await answer(reader) == b"HTTP/1.1 204 No Content"
+            assert read == [0, num_bytes, 0]
+
+    loop(scenario())
