@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordinator.api.http.anthropic_messages import MessagesCall
 from coordinator.api.http.app import Endpoints
@@ -89,6 +91,12 @@ def fields_of_others():
     }
 
 
+def field_names(schema):
+    """The names of all fields in a JSON schema, and of those of nested objects."""
+    for each in (schema, *schema.get("$defs", {}).values()):
+        yield from each.get("properties", {})
+
+
 def marked(model, kind):
     """The fields of a model with a mark of this kind, and their marks."""
     for name, field in model.model_fields.items():
@@ -163,6 +171,37 @@ def test_an_error_names_no_more_than_some_faults():
 
 def test_the_table_is_what_the_api_server_does():
     assert field_table.PAGE.read_text() == field_table.page(), "python -m tests.field_table writes it"
+
+
+NAMES = sorted({name for model in MODELS for name in field_names(model.model_json_schema())})
+WORDS = ["user", "assistant", "system", "text", "thinking", "function", "tool_use", "message", "json_schema", "\ud800"]
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(WORDS)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@given(data=st.data())
+def test_any_values_are_a_request_or_a_refusal_that_can_be_sent(model, data):
+    names = st.sampled_from(sorted(model.model_fields))
+    values = BODIES[model] | data.draw(st.dictionaries(names, VALUES, max_size=4))
+    outcome = read_or_refused(model, values)
+    if isinstance(outcome, RequestError):
+        assert outcome.reason == "BAD_PARAM"
+        assert outcome.metadata["field"].encode()
+        assert str(outcome).encode()
+
+
+def read_or_refused(model, values):
+    try:
+        request = model.read(values)
+        PARSERS[model](request)
+    except RequestError as error:
+        return error
+    return request.unknown_fields()
 
 
 # ---- OpenAPI ----
