@@ -10,14 +10,14 @@ from serving_core.requests import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class Report:
     """Report one event to the coordinator, by the name of its field in fleet_pb2.NodeEvent."""
 
     event: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class SendHeartbeat:
     """Send a heartbeat at once."""
 
 
@@ -129,8 +129,8 @@ class CloseRemoteKV:
 
 
 Decision = (
-    Tell
-    | Beat
+    Report
+    | SendHeartbeat
     | CompileGrammar
     | Receive
     | Send

@@ -1,7 +1,7 @@
 """Attach a node to the coordinator (Fleet.Attach): dial, send hello, then events up and commands down.
 
 The link attaches again when the stream breaks or a command was lost, and retries while another process has the node's
-name. Without the stream the coordinator gives up every attempt on this node, so the node is told (`detached`) and ends
+name. Without the stream the coordinator gives up every attempt on this node, so the link calls `detached`, which ends
 its requests before the next hello. A node with a stuck step detaches, so that its requests continue elsewhere, and
 attaches again once the step has ended. If the step never ends, the process exits.
 """
@@ -168,7 +168,7 @@ class FleetLink:
         if not self._attached:
             return
         for kind, body in event.items():
-            _note("attempt failed" if kind == "failed" else f"told: {kind}", body)
+            _note("attempt failed" if kind == "failed" else f"event: {kind}", body)
         try:
             self._unsent.put(**event)
         except asyncio.QueueFull:
@@ -213,8 +213,8 @@ class FleetLink:
         try:
             async with asyncio.timeout(WELCOME_DEADLINE_S):
                 await stream.write(fleet_pb2.NodeEvent(hello=hello))
-                answer = await stream.read()
-            welcome = _welcome(answer)
+                reply = await stream.read()
+            welcome = _welcome(reply)
             self._session = welcome.session
             self._attached = True
             self._retry_s = RETRY_MIN_S
@@ -224,7 +224,7 @@ class FleetLink:
             logger.info("attached to the coordinator, session %d", self._session)
             acks = _Acks(welcome.timeout_s)
             await first_to_end(
-                self._beat(node, welcome.heartbeat_s),
+                self._send_heartbeats(node, welcome.heartbeat_s),
                 self._write(stream, node),
                 self._read(stream, node, acks),
                 self._leave_when_stuck(node),
@@ -245,7 +245,7 @@ class FleetLink:
             given = "is another one here" if self._settings.fleet_secret else "is not set here"
             raise SettingsError(f"SPLITSERVE_FLEET_SECRET {given}: it must be the coordinator's") from error
 
-    async def _beat(self, node: Node, heartbeat_s: float) -> None:
+    async def _send_heartbeats(self, node: Node, heartbeat_s: float) -> None:
         while self._attached:
             self.send(heartbeat=node.heartbeat())
             self._starvation.look()
@@ -266,7 +266,7 @@ class FleetLink:
             if command.HasField("heartbeat_ack"):
                 acks.heard()
                 continue
-            _note(f"asked: {command.WhichOneof('command')}", command)
+            _note(f"command: {command.WhichOneof('command')}", command)
             if (attempt := _suspected(command)) is not None:
                 await self._say_taken(attempt)
             node.handle(command)
@@ -356,21 +356,21 @@ def _suspected(command: fleet_pb2.NodeCommand) -> fleet_pb2.Attempt | None:
     return job.attempt if is_read_here and job.is_suspect else None
 
 
-def _welcome(answer: Any) -> fleet_pb2.Welcome:
+def _welcome(reply: Any) -> fleet_pb2.Welcome:
     """Return the coordinator's welcome.
 
     Raises SettingsError if a retry cannot help, otherwise ConnectionError.
     """
-    if answer is grpc.aio.EOF:
+    if reply is grpc.aio.EOF:
         raise ConnectionError("the coordinator ended the stream")
-    kind = answer.WhichOneof("command")
-    if kind == "refusal" and answer.refusal.reason == NAME_TAKEN:
-        raise ConnectionError(f"{answer.refusal.message}: give this one another --name, or it waits for that one to go")
+    kind = reply.WhichOneof("command")
+    if kind == "refusal" and reply.refusal.reason == NAME_TAKEN:
+        raise ConnectionError(f"{reply.refusal.message}: give this one another --name, or it waits for that one to go")
     if kind == "refusal":
-        raise SettingsError(f"the coordinator refuses this node: {answer.refusal.message}")
+        raise SettingsError(f"the coordinator refuses this node: {reply.refusal.message}")
     if kind != "welcome":
         raise SettingsError(f"the coordinator answered hello with {kind}, not with welcome: is it another version?")
-    welcome: fleet_pb2.Welcome = answer.welcome
+    welcome: fleet_pb2.Welcome = reply.welcome
     return welcome
 
 

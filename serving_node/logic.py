@@ -27,7 +27,7 @@ from serving_core.node.tiers import TierIndex
 from serving_core.requests import Guide, Request, SampledToken, Work, would_end
 from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.admission import Admission, Arrivals
-from serving_node.decisions import Beat, CompileGrammar, Decision
+from serving_node.decisions import CompileGrammar, Decision, SendHeartbeat
 from serving_node.distributed_kv.source import DistributedKV, Opened
 from serving_node.kv_offload import NO_OFFLOAD, KVOffload, OffloadPlan
 from serving_node.outputs import CacheReport, Endings, Outputs, StepCounts
@@ -92,8 +92,8 @@ class NodeLogic:
         self.kv_offload: KVOffload | None = None
         if offloaded.num_slots:
             self.kv_offload = KVOffload(tier, offloaded, allocator, leases, prefill, costs, endings, block_bytes)
-        self._cache_report = CacheReport(allocator, offloaded, leases.numerics_ids, endings.tell)
-        self._answers = Outputs(node_requests, leases, endings, self._cache_report, eos_token_ids)
+        self._cache_report = CacheReport(allocator, offloaded, leases.numerics_ids, endings.report)
+        self._outputs = Outputs(node_requests, leases, endings, self._cache_report, eos_token_ids)
         preallocation = Preallocation(node_requests, leases, max_num_queued=limits.max_num_queued)
         self._arrivals = Arrivals(
             node_requests,
@@ -113,7 +113,7 @@ class NodeLogic:
             transfers,
             block_bytes=block_bytes,
             credit_timeout_s=limits.credit_timeout_s,
-            on_committed=self._cache_report.tell,
+            on_committed=self._cache_report.report,
         )
         self._outgoing = OutgoingTransfers(
             node_requests, leases, endings, transfers, descriptor_timeout_s=limits.descriptor_timeout_s
@@ -203,7 +203,7 @@ class NodeLogic:
 
     def describe(self, load: inference_pb2.NodeLoad) -> None:
         """Fill in the node's load, and decide to report the changes of its prefix cache."""
-        self._cache_report.tell()
+        self._cache_report.report()
         self.fill(load)
 
     def fill(self, load: inference_pb2.NodeLoad) -> None:
@@ -221,7 +221,7 @@ class NodeLogic:
         load.num_blocks_cached = self._allocator.num_cached
         load.num_blocks_leaked = self._allocator.num_leaked([lease for _, lease in self.leases])
         load.step_tokens.extend(self.steps.tokens.counts)
-        load.num_step_tokens = self.steps.num_prompt_tokens + self.steps.num_answer_tokens
+        load.num_step_tokens = self.steps.num_prompt_tokens + self.steps.num_output_tokens
         load.num_preemptions = self._preemption.num_preemptions
         load.num_prompt_tokens = self._prefill.num_prompt_tokens
         load.num_cached_tokens = self._prefill.num_cached_tokens
@@ -285,7 +285,7 @@ class NodeLogic:
             self._take(shape)
             if not command.reshape.is_temporary:
                 self._home = shape
-        self._endings.decide(Beat())
+        self._endings.decide(SendHeartbeat())
 
     def _take(self, shape: Shape) -> None:
         """Set the role. A role without running slots or prompt tokens still serves with the node's own limits."""
@@ -326,7 +326,7 @@ class NodeLogic:
         node_request = self._node_requests.find(attempt)
         if node_request is None:
             if not any(source.cancel_fetch(attempt) for source in self._sources):
-                self._endings.tell(cancelled=cancelled)
+                self._endings.report(cancelled=cancelled)
             return
         if node_request.ending == {}:  # the ending would report nothing
             node_request.ending = {"cancelled": cancelled}
@@ -370,7 +370,7 @@ class NodeLogic:
             return True
         return any(source.unblock() for source in self._step_sources)
 
-    def plan_ahead(self, works: Sequence[Work]) -> list[Work]:
+    def plan_next(self, works: Sequence[Work]) -> list[Work]:
         """Return the step behind a planned decode step, as `plan` would if no sequence ended and no event came.
 
         The list is empty if other requests might be part of that step. Its token ids are not known yet.
@@ -454,10 +454,10 @@ class NodeLogic:
         ended = [
             node_request
             for work, (node_request, taken) in zip(works, given, strict=True)
-            if self._answers.take(node_request, taken, step_tokens, len(work.draft_tokens), now)
+            if self._outputs.take(node_request, taken, step_tokens, len(work.draft_tokens), now)
         ]
         if step_tokens.tokens:
-            self._endings.tell(step_tokens=step_tokens)
+            self._endings.report(step_tokens=step_tokens)
         self._outgoing.note_prefilled(node_requests, now)
         self._tell_progress(node_requests)
         for node_request in ended:
@@ -466,7 +466,7 @@ class NodeLogic:
             source.after_step(node_requests, step_s, now)
         for node_request, taken in given:
             if taken:
-                self._answers.end_without_token(node_request, taken[-1], now)
+                self._outputs.end_without_token(node_request, taken[-1], now)
         self._outgoing.note_decoded(node_request for node_request, taken in given if taken and taken[-1].is_token)
         self._settle_step(node_requests)
 
@@ -480,7 +480,7 @@ class NodeLogic:
                 and not each.is_ending
             ):
                 progress = fleet_pb2.Progress(attempt=convert.attempt_of(each.request), num_left=each.num_to_compute)
-                self._endings.tell(progress=progress)
+                self._endings.report(progress=progress)
 
     def _count_step(
         self,
@@ -598,7 +598,7 @@ class NodeLogic:
 
     def refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
         """Report that an attempt is refused."""
-        self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=error.reason, message=str(error)))
+        self._endings.report(failed=fleet_pb2.Failed(attempt=attempt, reason=error.reason, message=str(error)))
 
 
 def _load_of(node_requests: Sequence[NodeRequest], works: Sequence[Work]) -> StepLoad:

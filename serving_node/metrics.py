@@ -91,8 +91,8 @@ class NodeExposition:
         seconds = [({"node": name, "phase": phase}, each) for phase, each in steps.seconds.items()]
         yield histogram("step_seconds", "Seconds of a step, by what it held.", seconds)
         yield histogram("step_tokens", "Tokens that one step computed.", [({"node": name}, steps.tokens)])
-        yield histogram("step_answers", "Answers that one step wrote.", [({"node": name}, steps.answers)])
-        computed: dict[str, float] = {"prefill": steps.num_prompt_tokens, "decode": steps.num_answer_tokens}
+        yield histogram("step_answers", "Answers that one step wrote.", [({"node": name}, steps.sequences)])
+        computed: dict[str, float] = {"prefill": steps.num_prompt_tokens, "decode": steps.num_output_tokens}
         yield counter("computed_tokens", "Tokens computed, of prompts and of answers.", self._by("phase", computed))
         help = "Seconds of steps by part: plan, build, compute, sample, draft, after, send, threads, and idle."
         yield counter("step_part_seconds", help, self._by("part", self._node.clock.seconds))

@@ -17,7 +17,7 @@ from serving_core.node.prefix import hint_of
 from serving_core.node.requests import NodeRequest, NodeRequests, RequestEvent, RequestState
 from serving_core.node.tiers import TierIndex
 from serving_core.requests import SampledToken, finish_reason
-from serving_node.decisions import CancelTransfer, Decision, Tell
+from serving_node.decisions import CancelTransfer, Decision, Report
 
 
 class Endings:
@@ -38,9 +38,9 @@ class Endings:
     def decide(self, decision: Decision) -> None:
         self._decisions.append(decision)
 
-    def tell(self, **event: Any) -> None:
+    def report(self, **event: Any) -> None:
         """Decide to report one event, by the name of its field in fleet_pb2.NodeEvent."""
-        self.decide(Tell(event))
+        self.decide(Report(event))
 
     def fail(self, node_request: NodeRequest, reason: str, message: str) -> None:
         """End a request with a reason of serving_core.reasons."""
@@ -65,7 +65,7 @@ class Endings:
         self._leases.give_back(node_request)
         self._node_requests.remove(node_request)
         if node_request.ending:
-            self.tell(**node_request.ending)
+            self.report(**node_request.ending)
 
 
 MAX_HINTS: Final = 2**16  # of each kind in one message
@@ -75,7 +75,7 @@ class CacheReport:
     """Report the prefix cache and its changes to the coordinator. Pure."""
 
     def __init__(
-        self, allocator: BlockAllocator, tier: TierIndex, numerics_ids: Sequence[bytes], tell: Callable[..., None]
+        self, allocator: BlockAllocator, tier: TierIndex, numerics_ids: Sequence[bytes], report: Callable[..., None]
     ) -> None:
         """Create a report.
 
@@ -84,7 +84,7 @@ class CacheReport:
         self._allocator = allocator
         self._tier = tier
         self._numerics_ids = numerics_ids
-        self._tell = tell
+        self._report = report
         self._is_known = False  # whether the coordinator has the earlier reports
 
     def forget(self) -> None:
@@ -109,14 +109,14 @@ class CacheReport:
     def _is_held(self, name: bytes) -> bool:
         return name in self._allocator.blocks_by_name or name in self._tier
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Report the changes since the last report, or the whole cache if nothing is known."""
         stored, removed = self._changes() if self._is_known else (self._names(), [])
         self._is_known = True
         removals, additions = list(_parts(removed)), list(_parts(stored))
         together = [(removals.pop(), additions.pop(0))] if removals and additions else []
         for gone, new in (*((part, []) for part in removals), *together, *(([], part) for part in additions)):
-            self._tell(cache_changed=fleet_pb2.CacheChanged(removed=gone, stored=new, makers=self._numerics_ids))
+            self._report(cache_changed=fleet_pb2.CacheChanged(removed=gone, stored=new, makers=self._numerics_ids))
 
 
 def _parts(names: list[bytes]) -> Iterator[list[int]]:
@@ -154,16 +154,16 @@ class Outputs:
         A first token is reported at once; others go into `step_tokens`. The KV of all but the last token is computed:
         they were draft tokens, none of which ends the output.
         """
-        has_ended, told = False, step_tokens.tokens
-        num_before = len(told)
+        has_ended, reported = False, step_tokens.tokens
+        num_before = len(reported)
         for index, token in enumerate(tokens):
             if index:
                 node_request.num_computed += 1
                 self._leases.publish(node_request)
             if token.is_token:
                 has_ended = self._take_one(node_request, token, step_tokens, now)
-        if num_draft_tokens and len(told) > num_before:
-            told[-1].num_proposed, told[-1].num_accepted = num_draft_tokens, len(told) - num_before - 1
+        if num_draft_tokens and len(reported) > num_before:
+            reported[-1].num_proposed, reported[-1].num_accepted = num_draft_tokens, len(reported) - num_before - 1
         return has_ended
 
     def _take_one(
@@ -175,14 +175,14 @@ class Outputs:
         node_request.has_first_token = True
         reason = finish_reason(request, self._eos_token_ids)
         if is_first or reason is not None:
-            self._cache_report.tell()  # before the client can send its next request
+            self._cache_report.report()  # before the client can send its next request
         if is_first:
             node_request.note_first_token(now)
         if not node_request.is_ending and is_first:
             first_token = self._first_token(node_request, now)
             convert.tell_token(first_token.token, request, token, reason)
             convert.tell_scores(first_token.token, request.scores)
-            self._endings.tell(first_token=first_token)
+            self._endings.report(first_token=first_token)
         elif not node_request.is_ending:
             convert.tell_token(step_tokens.tokens.add(), request, token, reason)
         if node_request.only_prefills:
@@ -208,7 +208,7 @@ class Outputs:
             prefill_s=now - node_request.prefill_began_s,
             num_cached_tokens=self._leases.num_cached_tokens(node_request),
         )
-        self._cache_report.tell()  # before the client can send its next request
+        self._cache_report.report()  # before the client can send its next request
         self._endings.end(node_request, embedded=embedded)
 
     def _first_token(self, node_request: NodeRequest, now: float) -> fleet_pb2.FirstToken:
@@ -230,17 +230,17 @@ class StepCounts:
     def __init__(self) -> None:
         self.seconds = {phase: Histogram() for phase in PHASES}
         self.tokens = Histogram(BATCH)  # prompt tokens and output tokens
-        self.answers = Histogram(BATCH)
+        self.sequences = Histogram(BATCH)
         self.num_prompt_tokens = 0
-        self.num_answer_tokens = 0
+        self.num_output_tokens = 0
 
     def add(self, load: StepLoad, step_s: float, num_more: int = 0) -> None:
         """Count a finished step; `num_more` is the number of output tokens beyond one for each sequence."""
         num_prompt_tokens, num_answers = load.num_prompt_tokens, load.num_answers
-        num_answer_tokens = num_answers + num_more
+        num_output_tokens = num_answers + num_more
         phase = "decode" if not num_prompt_tokens else "mixed" if num_answers else "prefill"
         self.seconds[phase].observe(step_s)
-        self.tokens.observe(num_prompt_tokens + num_answer_tokens)
-        self.answers.observe(num_answers)
+        self.tokens.observe(num_prompt_tokens + num_output_tokens)
+        self.sequences.observe(num_answers)
         self.num_prompt_tokens += num_prompt_tokens
-        self.num_answer_tokens += num_answer_tokens
+        self.num_output_tokens += num_output_tokens

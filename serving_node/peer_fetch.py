@@ -103,7 +103,7 @@ class PeerFetch(KVSource):
             self._give_up(fetch)
         elif not fetch.is_over:
             wire = attempt_of(fetch.node_request.request)
-            self._endings.tell(prefix_fetch_begun=fleet_pb2.PrefixFetchBegun(attempt=wire, descriptor=descriptor))
+            self._endings.report(prefix_fetch_begun=fleet_pb2.PrefixFetchBegun(attempt=wire, descriptor=descriptor))
 
     def _received(self, fetch: _PrefixFetch, result: Received | TransferFailed, now: float) -> None:
         """Record the end of a fetch: its blocks are not written any more."""
@@ -111,7 +111,7 @@ class PeerFetch(KVSource):
         num_blocks = self._adopt(fetch, result) if isinstance(result, Received) else 0
         fetch.prefix_fetch.lease.release()
         self._let_start(fetch)
-        self._endings.tell(
+        self._endings.report(
             prefix_fetch_ended=fleet_pb2.PrefixFetchEnded(
                 attempt=attempt_of(fetch.node_request.request),
                 num_blocks=num_blocks,
@@ -120,7 +120,7 @@ class PeerFetch(KVSource):
             )
         )
         if fetch.cancelled is not None:
-            self._endings.tell(cancelled=fleet_pb2.Cancelled(attempt=fetch.cancelled))
+            self._endings.report(cancelled=fleet_pb2.Cancelled(attempt=fetch.cancelled))
 
     def cancel_fetch(self, attempt: fleet_pb2.Attempt) -> bool:
         """Cancel a fetch whose source sends nothing. Return False if the attempt is no fetch."""
@@ -285,7 +285,7 @@ class PeerServe(KVSource):
         self._endings.decide(FinishSend(epoch, block_ids, to_tail([], numerics_ids)))
 
     def _fail(self, attempt: fleet_pb2.Attempt, message: str) -> None:
-        self._endings.tell(failed=fleet_pb2.Failed(attempt=attempt, reason=reasons.TRANSFER_FAILED, message=message))
+        self._endings.report(failed=fleet_pb2.Failed(attempt=attempt, reason=reasons.TRANSFER_FAILED, message=message))
 
 
 def _tellable(numerics_ids: list[bytes]) -> list[bytes]:

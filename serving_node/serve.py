@@ -92,7 +92,7 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
                     )
                     health = health_port(settings, node_states(node, link))
                     try:
-                        async with health, _told(settings, NodeExposition(node, sender, receiver)):
+                        async with health, _metrics_port(settings, NodeExposition(node, sender, receiver)):
                             await serve(node, link, drain_s=settings.link.drain_s)
                     finally:
                         await node.close()
@@ -161,7 +161,7 @@ def _drafter(flags: EngineSettings | None, engine: Engine) -> Drafter | None:
 
 
 @asynccontextmanager
-async def _told(settings: NodeSettings, exposition: NodeExposition) -> AsyncIterator[None]:
+async def _metrics_port(settings: NodeSettings, exposition: NodeExposition) -> AsyncIterator[None]:
     """Serve the node's metrics if a port is set. Raises SettingsError."""
     if settings.metrics_port < 0:
         yield

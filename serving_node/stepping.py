@@ -50,7 +50,7 @@ class Stepping:
         self._followers = followers
         self._drafter = drafter
         self._stuck_exit_s = stuck_exit_s
-        self._looks_ahead: Final = engine.can_schedule_async and not len(followers)
+        self._is_async: Final = engine.can_schedule_async and not len(followers)
         self._works: list[Work] = []  # of the running step; empty between steps
         self._num_failed_steps = 0  # since the last successful step
         self._starvation: Starvation | None = None  # of the running step, once its age exceeds WATCHED_FROM_S
@@ -84,7 +84,7 @@ class Stepping:
             step = self._begin(works)
             while step is not None:
                 self._works = list(step.parts)
-                self._look_ahead(step)
+                self._build_next(step)
                 step = await self._finish(step)
         finally:
             self._works = []
@@ -101,9 +101,9 @@ class Stepping:
             return self.stepper.begin(works, self._transfers.on_layer(sends) if sends else None)
         return None
 
-    def _look_ahead(self, step: Step[Work, list[SampledToken]]) -> None:
+    def _build_next(self, step: Step[Work, list[SampledToken]]) -> None:
         """Let the engine build the step behind the running one (async scheduling)."""
-        if not self._looks_ahead or not (works := self._logic.plan_ahead(step.parts)):
+        if not self._is_async or not (works := self._logic.plan_next(step.parts)):
             return
         self._worker.carry_out(wakes=False)
         try:

@@ -167,7 +167,7 @@ class IncomingTransfers:
     def _granted(self, node_request: NodeRequest, descriptor: bytes) -> None:
         if not node_request.is_ending and not node_request.is_revoked:
             attempt = attempt_of(node_request.request)
-            self._endings.tell(reserved=fleet_pb2.Reserved(attempt=attempt, descriptor=descriptor))
+            self._endings.report(reserved=fleet_pb2.Reserved(attempt=attempt, descriptor=descriptor))
 
     def _coming(self, node_request: NodeRequest) -> None:
         transfer = _incoming_of(node_request).transfer
@@ -186,7 +186,7 @@ class IncomingTransfers:
             self._commit(node_request, result, now)
         elif is_revoked:
             self._preallocation.release(node_request, now)
-            self._endings.tell(revoked=fleet_pb2.Revoked(attempt=attempt_of(node_request.request)))
+            self._endings.report(revoked=fleet_pb2.Revoked(attempt=attempt_of(node_request.request)))
         elif result.reason != reasons.TRANSFER_ABORTED:
             # The sender's own report on an abort, perhaps the last token, may still be in flight to the coordinator,
             # which then cancels this attempt; a failure reported from here could overtake that report.
@@ -208,7 +208,7 @@ class IncomingTransfers:
             num_bytes_saved=node_request.num_cached_blocks * self._block_bytes,
             next_index=node_request.request.num_output_tokens,
         )
-        self._endings.tell(committed=committed)
+        self._endings.report(committed=committed)
         self._on_committed()
 
 
@@ -365,7 +365,7 @@ class OutgoingTransfers:
         if node_request is None:
             message = "the node has nothing of this attempt"
             failed = fleet_pb2.Failed(attempt=attempt, reason=reasons.TRANSFER_FAILED, message=message)
-            self._endings.tell(failed=failed)
+            self._endings.report(failed=failed)
         return None if node_request is None or node_request.is_ending else node_request
 
     def _migration(self, node_request: NodeRequest, descriptor: TransferDescriptor) -> Migration:
@@ -428,7 +428,7 @@ class OutgoingTransfers:
 
     def _fail_migration(self, node_request: NodeRequest, reason: str, message: str) -> None:
         wire = attempt_of(node_request.request)
-        self._endings.tell(migration_failed=fleet_pb2.MigrationFailed(attempt=wire, reason=reason, message=message))
+        self._endings.report(migration_failed=fleet_pb2.MigrationFailed(attempt=wire, reason=reason, message=message))
 
 
 def _incoming_of(node_request: NodeRequest) -> Incoming:

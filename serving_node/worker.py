@@ -14,7 +14,6 @@ from serving_core.errors import RequestError
 from serving_core.node.requests import NodeRequest
 from serving_core.requests import Guide, Request, SampledToken, Work
 from serving_node.decisions import (
-    Beat,
     CancelLoad,
     CloseRemoteKV,
     CompileGrammar,
@@ -22,8 +21,9 @@ from serving_node.decisions import (
     Load,
     OpenRemoteKV,
     RecallRemoteKV,
+    Report,
+    SendHeartbeat,
     Spill,
-    Tell,
 )
 from serving_node.distributed_kv.source import Opened
 from serving_node.logic import NodeLogic
@@ -194,9 +194,9 @@ class Worker:
 
     def _do(self, decision: Decision) -> None:
         match decision:
-            case Tell(event=event):
+            case Report(event=event):
                 self._link.send(**event)
-            case Beat():
+            case SendHeartbeat():
                 self._link.send(heartbeat=self.heartbeat())
             case CompileGrammar():
                 assert self.grammars is not None, "a node without grammars"

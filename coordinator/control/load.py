@@ -1,10 +1,7 @@
 """Account for the load of each node: the one record of what the coordinator has given it to do. Pure.
 
-Heartbeats are up to a second old, so placement counts what has been assigned to a node instead. The scheduler updates the
-account; placement reads it.
-
-The length of an output is estimated from the outputs that ended lately: `max_tokens` is often far more. (TetriInfer,
-arXiv 2401.11181, predicts lengths with a model.)
+Heartbeats are up to a second old, so placement counts what has been assigned to a node instead. The scheduler updates
+the account; placement reads it.
 """
 
 from bisect import bisect_left, bisect_right, insort

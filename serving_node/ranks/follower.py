@@ -49,7 +49,7 @@ class Follower:
         for number in ending_signals():
             loop.add_signal_handler(number, _leave_to_rank_0, number)
         try:
-            await first_to_end(self._obey(), self._work(), self._leader.beat())
+            await first_to_end(self._obey(), self._work(), self._leader.report_load())
         except (RankLost, asyncio.QueueFull) as error:
             die(str(error) or f"{MAX_UNDONE} commands wait for a step to end")
         finally:

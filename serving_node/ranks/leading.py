@@ -26,7 +26,7 @@ from serving_core.tasks import first_to_end
 
 logger = logging.getLogger(__name__)
 
-BEAT_S: Final = 1.0
+LOAD_REPORT_S: Final = 1.0
 SILENCE_S: Final = 5.0  # of a follower, after which it counts as lost
 HELLO_DEADLINE_S: Final = 30.0
 SECRET_BYTES: Final = 16
@@ -207,7 +207,7 @@ class Followers:
     async def _watch_silence(self) -> None:
         looked_at = time.monotonic()
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(LOAD_REPORT_S)
             now = time.monotonic()
             if now - looked_at > SILENCE_S / 2:  # this process itself was suspended
                 self._heard_at = dict.fromkeys(self._heard_at, now)
@@ -245,12 +245,12 @@ class Leader:
         """Return the next command. Raises RankLost."""
         return await self.stream.receive()
 
-    async def beat(self) -> None:
+    async def report_load(self) -> None:
         """Send this process's load at intervals until cancelled."""
         while True:
             self._load.rss_bytes = resident_bytes()
             self.send(load=self._load)
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(LOAD_REPORT_S)
 
 
 def die(why: object) -> NoReturn:

@@ -255,10 +255,10 @@ def test_coordinator_and_node_agree_on_what_a_real_allocator_holds(rounds):
         lease.publish(names.names)
         lease.release()
         if is_told:
-            report.tell()
+            report.report()
             held, _ = names.find(token_ids, len(names.names), numerics_ids, allocator.blocks_by_name.__contains__)
             assert Prompt(token_ids, salt).tokens_cached(node) == len(held) * events.BLOCK_SIZE
-    report.tell()
+    report.report()
     assert node.hints == {hint_of(name) for name in allocator.take_names()}
     assert not any(left_out)
 

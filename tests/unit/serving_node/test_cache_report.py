@@ -39,7 +39,7 @@ class Coordinator:
         lease = self.allocator.allocate(num_blocks)
         lease.publish(names)
         lease.release()
-        self.report.tell()
+        self.report.report()
         assert self.hints == set(map(hint_of, names))
 
 
@@ -48,7 +48,7 @@ def test_what_has_gone_and_what_is_new_is_one_message():
     coordinator.fill(0)
     coordinator.fill(3)
     assert coordinator.messages == [(0, 3), (3, 3)]
-    coordinator.report.tell()
+    coordinator.report.report()
     assert len(coordinator.messages) == 2
 
 

@@ -37,9 +37,9 @@ def test_steps_are_counted_by_what_they_held():
         counts.add(load, step_s)
     seconds = {phase: (sum(each.counts), each.sum) for phase, each in counts.seconds.items()}
     assert seconds == {"prefill": (1, 0.5), "mixed": (1, 0.25), "decode": (2, 0.25)}
-    assert (counts.num_prompt_tokens, counts.num_answer_tokens) == (120, 11)
+    assert (counts.num_prompt_tokens, counts.num_output_tokens) == (120, 11)
     assert (sum(counts.tokens.counts), counts.tokens.sum) == (4, 131)
-    assert (sum(counts.answers.counts), counts.answers.sum) == (4, 11)
+    assert (sum(counts.sequences.counts), counts.sequences.sum) == (4, 11)
 
 
 def test_blocks_of_leases_that_nobody_has_are_leaked():

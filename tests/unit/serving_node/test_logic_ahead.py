@@ -19,7 +19,7 @@ def three_write(max_tokens=16, **options):
 
 
 def ahead(node):
-    return node.logic.plan_ahead(node.works)
+    return node.logic.plan_next(node.works)
 
 
 def follow(node):

@@ -255,4 +255,4 @@ def test_steps_are_planned_ahead_while_prompts_only_wait_for_what_another_one_br
         RequestState.WAITING_FOR_BLOCKS,
     ]
     node.begin()
-    assert node.logic.plan_ahead(node.works)
+    assert node.logic.plan_next(node.works)

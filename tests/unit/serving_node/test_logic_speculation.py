@@ -73,10 +73,10 @@ def test_behind_a_wrong_one_nothing_is_told(oracle):
 def test_steps_count_every_token_and_costs_only_those_without():
     costs = NotedCosts()
     node = writes(costs=costs)
-    before, learned = node.logic.steps.num_answer_tokens, len(costs.loads)
+    before, learned = node.logic.steps.num_output_tokens, len(costs.loads)
     assert learned
     node.step()
-    assert node.logic.steps.num_answer_tokens == before + 1 + MOST
+    assert node.logic.steps.num_output_tokens == before + 1 + MOST
     assert len(costs.loads) == learned
 
 

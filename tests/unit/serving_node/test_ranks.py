@@ -42,7 +42,7 @@ async def test_reports_come_with_their_rank(monkeypatch):
         followers.on_event = lambda rank, event: reports.append((rank, event.granted.epoch))
         watching = asyncio.create_task(followers.watch())
         leaders[1].send(granted=ranks_pb2.Granted(epoch=5))
-        beating = asyncio.create_task(leaders[0].beat())
+        beating = asyncio.create_task(leaders[0].report_load())
         async with asyncio.timeout(60):
             while not (reports and followers.loads):
                 await asyncio.sleep(0.01)
@@ -79,11 +79,11 @@ async def test_a_follower_that_is_gone_ends_the_node(monkeypatch):
 
 async def test_a_follower_that_says_nothing_ends_the_node(monkeypatch):
     let_die_raise(monkeypatch, "serving_node.ranks.leading")
-    monkeypatch.setattr(leading, "BEAT_S", 0.02)
+    monkeypatch.setattr(leading, "LOAD_REPORT_S", 0.02)
     monkeypatch.setattr(leading, "SILENCE_S", 1.0)
     async with crew(monkeypatch, 2) as (followers, leaders):
         followers.on_event = lambda rank, event: None
-        beating = asyncio.create_task(leaders[0].beat())
+        beating = asyncio.create_task(leaders[0].report_load())
         with pytest.raises(Died, match="rank 2 has said nothing"):
             async with asyncio.timeout(60):
                 await followers.watch()
