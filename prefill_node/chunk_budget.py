@@ -79,7 +79,7 @@ class ChunkBudget:
         self._run_s: list[tuple[float, float]] = []  # (predicted, actual) of the steps that will form one sample
         self._owed_s = 0.0  # time that held-back prompts have earned
         self._step: _Step | None = None
-        self._is_limited = False  # whether a request in the running step or its streak has limits
+        self._is_limited = False  # whether a request in the running step has limits
         self._num_decode_steps = 0
         self._newest_age = -1
         self._given_s: deque[float] = deque(maxlen=NUM_RECENT)  # TTFT budget of recent prompts at their arrival
@@ -157,16 +157,13 @@ class ChunkBudget:
         most = self._costs.num_tokens_within(step.longest_s, prompt.num_computed, is_first=True)
         return most >= prompt.num_to_compute
 
-    def took(self, load: StepLoad, step_s: float, now: float | None) -> None:
-        """Record the load and the duration of a finished step.
-
-        `now` is the time at which the step ended; None counts `step_s` from the start instead.
-        """
+    def took(self, load: StepLoad, step_s: float, now: float) -> None:
+        """Record the load and the duration of a step that ended at `now`."""
         step, self._step = self._step, None
         if not load.num_prompt_tokens and self._is_limited:
             self._learn_decode(load, step_s)
         elif step is not None and step.is_weighed:
-            self._margin.note(step.planned_s, step_s if now is None else now - step.now)
+            self._margin.note(step.planned_s, now - step.now)
         if step is not None and step.is_short:
             self._owed_s = max(0.0, self._owed_s + PROMPT_TIME_SHARE * step_s - step.chunks_s)
         else:

@@ -156,11 +156,8 @@ class PrefillScheduler:
             step.works.append(node_request.work(num_tokens))
         step.budget = step.budget - num_tokens if num_tokens == num_asked else 0
 
-    def took(self, load: StepLoad, step_s: float, now: float | None = None) -> None:
-        """Record the load and duration of a finished step of any kind.
-
-        `now` is the time at which the step ended; None if only the duration counts.
-        """
+    def took(self, load: StepLoad, step_s: float, now: float) -> None:
+        """Record the load and duration of a step of any kind that ended at `now`."""
         self._slack.took(load, step_s, now)
 
     def start(self, node_request: NodeRequest, *, num_spare: int) -> bool:
