@@ -2,6 +2,9 @@
 
 Heartbeats are up to a second old, so placement counts what has been assigned to a node instead. The scheduler updates
 the account; placement reads it.
+
+The length of an output is estimated from the outputs that ended lately: `max_tokens` is often far more. (TetriInfer,
+arXiv 2401.11181, predicts lengths with a model.)
 """
 
 from bisect import bisect_left, bisect_right, insort
