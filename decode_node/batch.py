@@ -102,10 +102,10 @@ def next_step(works: Sequence[Work], node_requests: NodeRequests, leases: Leases
     The list is empty if the running step is not a decode step of all sequences, if another request could be part of the
     next one, if a sequence is at its last token or may have blocks on other nodes, or if blocks are short.
     """
-    if len(works) != node_requests.count(RequestState.RUNNING) or _may_change(node_requests):
+    if len(works) != node_requests.count(RequestState.RUNNING) or not node_requests.is_steady:
         return []
     running = [node_requests.of(work.request) for work in works]
-    if not all(_goes_on(work, node_request) for work, node_request in zip(works, running, strict=True)):
+    if not all(each.continues_after(work) for each, work in zip(running, works, strict=True)):
         return []
     missing = [leases.num_missing(each, each.num_computed + 2) for each in running]
     if sum(missing) > leases.num_free:
@@ -115,20 +115,3 @@ def next_step(works: Sequence[Work], node_requests: NodeRequests, leases: Leases
             leases.grow(node_request, num_missing)
         node_request.num_in_step = 2
     return [Work(work.request, work.start + 1, 1, work.block_ids) for work in works]
-
-
-def _may_change(node_requests: NodeRequests) -> bool:
-    """Return whether a request waits for blocks or a running slot, or one is ending or migrating."""
-    if node_requests.count(RequestState.WAITING, RequestState.PREFILLING):
-        return True
-    if any(not each.is_to_share for each in node_requests.in_state(RequestState.WAITING_FOR_BLOCKS)):
-        return True
-    return any(each.is_kept or each.ending is not None or each.is_sending for each in node_requests)
-
-
-def _goes_on(work: Work, node_request: NodeRequest) -> bool:
-    """Return whether a sequence takes one token of the running step, needs one more, and has all its blocks here."""
-    request = work.request
-    is_decoding = node_request.state is RequestState.RUNNING and work.num_tokens == 1 and not work.draft_tokens
-    has_more = request.num_output_tokens + 1 < request.sampling.max_tokens
-    return is_decoding and node_request.in_step and node_request.distributed is None and has_more

@@ -104,6 +104,8 @@ class Admission:
         blocks.
         """
         self._next_without, self._sharers = None, []
+        if not self._node_requests.count(RequestState.WAITING_FOR_BLOCKS):
+            return
         if self.num_running() >= self.num_slots and not self._unready():  # however many requests wait
             return
         leaves_enough = self.reserve.gate(self._preallocation.num_to_hold)

@@ -33,7 +33,7 @@ from serving_node.kv_offload import NO_OFFLOAD, KVOffload, OffloadPlan
 from serving_node.outputs import CacheReport, Endings, Outputs, StepCounts
 from serving_node.peer_fetch import PeerFetch, PeerServe
 from serving_node.sources import KVSource, StepSource
-from serving_node.transfers import IncomingTransfers, OutgoingTransfers, Transfers
+from serving_node.transfers import WAITING_FOR_OTHERS, IncomingTransfers, OutgoingTransfers, Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,8 @@ class NodeLogic:
     def wake_at_s(self) -> float | None:
         """Return when the next `tick` is due, or None."""
         wakes = [source.wake_at_s for source in self._sources]
-        wakes += [self._incoming.wake_at_s, self._outgoing.wake_at_s]
+        if self._node_requests.count(*WAITING_FOR_OTHERS):
+            wakes += [self._incoming.wake_at_s, self._outgoing.wake_at_s]
         return min((at_s for at_s in wakes if at_s is not None), default=None)
 
     @property
@@ -458,27 +459,26 @@ class NodeLogic:
         ]
         if step_tokens.tokens:
             self._endings.report(step_tokens=step_tokens)
-        self._outgoing.note_prefilled(node_requests, now)
+        if outgoing := [each for each in node_requests if each.outgoing is not None]:
+            self._outgoing.note_prefilled(outgoing, now)
         self._tell_progress(node_requests)
         for node_request in ended:
             self._endings.end(node_request)
         for source in self._step_sources:
             source.after_step(node_requests, step_s, now)
         for node_request, taken in given:
-            if taken:
+            if taken and (taken[-1].embedding or taken[-1].error is not None):
                 self._outputs.end_without_token(node_request, taken[-1], now)
-        self._outgoing.note_decoded(node_request for node_request, taken in given if taken and taken[-1].is_token)
+            elif taken and node_request.outgoing is not None:
+                self._outgoing.note_decoded(node_request)
         self._settle_step(node_requests)
 
     def _tell_progress(self, node_requests: Sequence[NodeRequest]) -> None:
         """Report the remaining tokens of prompts with deadlines, by which the coordinator plans."""
         for each in node_requests:
-            if (
-                each.state is RequestState.PREFILLING
-                and each.due is not None
-                and each.num_to_compute
-                and not each.is_ending
-            ):
+            if each.due is None or each.state is not RequestState.PREFILLING:
+                continue
+            if each.num_to_compute and not each.is_ending:
                 progress = fleet_pb2.Progress(attempt=convert.attempt_of(each.request), num_left=each.num_to_compute)
                 self._endings.report(progress=progress)
 

@@ -105,7 +105,7 @@ class Stepping:
         """Let the engine build the step behind the running one (async scheduling)."""
         if not self._is_async or not (works := self._logic.plan_next(step.parts)):
             return
-        self._worker.carry_out(wakes=False)
+        self._worker.carry_out_now()
         try:
             built = self._engine.prepare(works)
         except Exception:

@@ -47,6 +47,7 @@ from serving_node.outputs import Endings
 
 MAX_TAIL_TOKENS: Final = 512  # of 5 bytes each at most; leaves room for the numerics ids in a tail
 WAITING_TO_SEND: Final = (RequestState.PREFILLED, RequestState.FROZEN)
+WAITING_FOR_OTHERS: Final = (*WAITING_TO_SEND, RequestState.WAITING_FOR_BLOCKS)
 
 
 def _nothing(*_: object) -> None: ...
@@ -298,14 +299,13 @@ class OutgoingTransfers:
             if node_request.is_sending and node_request.is_outgoing and not node_request.is_ending:
                 self._finish(node_request)
 
-    def note_decoded(self, node_requests: Iterable[NodeRequest]) -> None:
-        """Send the blocks that a finished step has filled; its tokens are already reported."""
-        for node_request in node_requests:
-            if node_request.migration is None or node_request.is_ending:
-                continue
-            self._freeze_if_due(node_request)
-            if node_request.state is RequestState.RUNNING and node_request.num_computed % self._leases.block_size == 0:
-                self._endings.decide(SendMore(node_request.request.epoch, self._leases.final_blocks(node_request)))
+    def note_decoded(self, node_request: NodeRequest) -> None:
+        """Send the block that a finished step has filled, if the request migrates; its tokens are already reported."""
+        if node_request.migration is None or node_request.is_ending:
+            return
+        self._freeze_if_due(node_request)
+        if node_request.state is RequestState.RUNNING and node_request.num_computed % self._leases.block_size == 0:
+            self._endings.decide(SendMore(node_request.request.epoch, self._leases.final_blocks(node_request)))
 
     def tick(self, now: float) -> None:
         """Fail requests that have waited too long for a descriptor, or for a command after a migration."""

@@ -181,6 +181,13 @@ class Worker:
             if wakes:
                 self.engine.wake()  # a decision had a result at once
             return
+        self.carry_out_now()
+        if wakes:
+            self.engine.wake()
+        self._clock.wake_at(self.logic.wake_at_s)
+
+    def carry_out_now(self) -> None:
+        """Carry out the decisions of a moment that changes no deadline, such as copies of evicted blocks."""
         self._is_carrying_out = True
         try:
             while decisions := self.logic.take_decisions():
@@ -188,9 +195,6 @@ class Worker:
                     self._do(decision)
         finally:
             self._is_carrying_out = False
-        if wakes:
-            self.engine.wake()
-        self._clock.wake_at(self.logic.wake_at_s)
 
     def _do(self, decision: Decision) -> None:
         match decision:

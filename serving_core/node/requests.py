@@ -325,6 +325,13 @@ class NodeRequest:
         is_near = transfer.has_begun or (self.is_arriving and other.is_arriving)
         return not self.is_ready or (other.is_ready and is_near)
 
+    def continues_after(self, work: Work) -> bool:
+        """Return whether the request takes one token of a running step, needs one more, and has all its blocks here."""
+        if self.state is not RequestState.RUNNING or self.distributed is not None or not self.num_in_step:
+            return False
+        has_more = self.request.num_output_tokens + 1 < self.request.sampling.max_tokens
+        return has_more and work.num_tokens == 1 and not work.draft_tokens
+
     def work(self, num_tokens: int) -> Work:
         """Return the request's part of a step that computes num_tokens more tokens."""
         assert self.lease is not None
@@ -434,6 +441,18 @@ class NodeRequests:
 
     def count(self, *states: RequestState) -> int:
         return sum(map(len, map(self._by_state.__getitem__, states)))
+
+    @property
+    def is_steady(self) -> bool:
+        """Return whether a decode step has the sequences of the step before it, unless one ends or an event comes.
+
+        False if a request waits for prefill, blocks or a running slot, or one is ending or migrating.
+        """
+        if self.count(RequestState.WAITING, RequestState.PREFILLING):
+            return False
+        if any(not each.is_to_share for each in self._by_state[RequestState.WAITING_FOR_BLOCKS]):
+            return False
+        return not any(each.ending is not None or each.is_kept or each.is_sending for each in self._by_age)
 
     def check_integrity(self) -> None:
         """Check that every request is listed under its state, and has the data of its state alone."""

@@ -77,14 +77,14 @@ def cancel_lost_between_halves(monkeypatch):
 
 def credit_counted_twice(monkeypatch):
     """A block of a grant that was taken back counts as free twice."""
-    take_back = Preallocation.take_back
+    release = Preallocation.release
 
-    def take_back_and_again(self, node_request, now):
+    def release_and_again(self, node_request, now):
         block = node_request.lease.block_ids[-1]
-        take_back(self, node_request, now)
+        release(self, node_request, now)
         heappush(self._leases._allocator._free, block)
 
-    monkeypatch.setattr(Preallocation, "take_back", take_back_and_again)
+    monkeypatch.setattr(Preallocation, "release", release_and_again)
 
 
 def lost_message_not_noticed(monkeypatch):
