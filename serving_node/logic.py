@@ -121,6 +121,7 @@ class NodeLogic:
         self._preemption = preemption = Preemption(node_requests, leases, self._incoming.revoke)
         self._decode = DecodeScheduler(node_requests, leases, preemption, fit)
         num_drafted = limits.num_speculative_tokens if is_batch_invariant else 0
+        self._has_drafter = num_drafted > 0
         self.speculation = Speculation(
             node_requests, leases, eos_token_ids, num_drafted, limits.max_num_batched_tokens, limits.draft_model
         )
@@ -376,7 +377,9 @@ class NodeLogic:
 
         The list is empty if other requests might be part of that step. Its token ids are not known yet.
         """
-        return [] if self.speculation.may_extend(len(works)) else next_step(works, self._node_requests, self._leases)
+        if self._has_drafter and self.speculation.may_extend(len(works)):
+            return []
+        return next_step(works, self._node_requests, self._leases)
 
     def ends_any(self, works: Sequence[Work], tokens: Sequence[SampledToken]) -> bool:
         """Return whether the tokens of a step, one for each of `works`, end any sequence.
@@ -402,7 +405,7 @@ class NodeLogic:
             works.pop()  # an older prompt must not wait for ever-changing sequences
         works += chunks
         self._outgoing.note_prefilled(self._node_requests.in_state(RequestState.PREFILLING), now)
-        return self.speculation.extend(works)
+        return self.speculation.extend(works) if self._has_drafter else works
 
     def _must_wait(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
         """Return whether a prompt waits for its grammar, or for blocks from KV offload or from another node.
@@ -496,7 +499,7 @@ class NodeLogic:
         if not has_draft_tokens:
             self._rates.add(load.num_prompt_tokens, load.num_answers, step_s)
             self._prefill.took(load, step_s, now)
-        if not load.num_prompt_tokens:
+        if self._has_drafter and not load.num_prompt_tokens:
             self.speculation.took(works, nums_given, step_s)
         num_more = sum(nums_given) - len(works) if has_draft_tokens else 0
         self.steps.add(load, step_s, num_more)
@@ -518,7 +521,8 @@ class NodeLogic:
 
     def _settle_step(self, node_requests: Sequence[NodeRequest]) -> None:
         for node_request in node_requests:
-            self._endings.settle(node_request)
+            if node_request.ending is not None:
+                self._endings.settle(node_request)
         self._grant()
 
     # ---- transfers ----

@@ -49,7 +49,7 @@ class Endings:
 
     def end(self, node_request: NodeRequest, **event: Any) -> None:
         """End a request unless it is already ending. `event`, if any, is reported once nothing is held."""
-        if node_request in self._node_requests and not node_request.is_ending:
+        if node_request in self._node_requests and node_request.ending is None:
             node_request.ending = event
             if node_request.is_sending or node_request.is_receiving:
                 self.decide(CancelTransfer(node_request.request.epoch))
@@ -178,12 +178,12 @@ class Outputs:
             self._cache_report.report()  # before the client can send its next request
         if is_first:
             node_request.note_first_token(now)
-        if not node_request.is_ending and is_first:
+        if node_request.ending is None and is_first:
             first_token = self._first_token(node_request, now)
             convert.tell_token(first_token.token, request, token, reason)
             convert.tell_scores(first_token.token, request.scores)
             self._endings.report(first_token=first_token)
-        elif not node_request.is_ending:
+        elif node_request.ending is None:
             convert.tell_token(step_tokens.tokens.add(), request, token, reason)
         if node_request.only_prefills:
             assert node_request.outgoing is not None
