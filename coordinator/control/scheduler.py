@@ -96,6 +96,13 @@ MAX_PLACEMENTS_PER_EVENT: Final = 16  # beside hundreds of requests with an SLO 
 MAX_EARLY_TOKENS: Final = 1024
 
 
+class _StepToken(NamedTuple):
+    """One token of a step of a decode node, and the seconds of the step."""
+
+    token: fleet_pb2.SampledToken
+    step_s: float
+
+
 class Scheduler:
     """Schedule all requests that have not ended, and follow the attempts that nodes have yet to release."""
 
@@ -326,7 +333,7 @@ class Scheduler:
                     instructions.append(Emit(about.request_id, [token]))
                     continue
             if self._may_sample(request, node, token) and token.index >= len(request.output):
-                instructions += self._handle(request, "token", node, (token, event.step_s), now)
+                instructions += self._handle(request, "token", node, _StepToken(token, event.step_s), now)
         return instructions
 
     def _may_sample(self, request: Request, node: Node, token: fleet_pb2.SampledToken) -> bool:
@@ -639,7 +646,7 @@ class Scheduler:
     def _keep(self, request: Request, node: Node, event: None, now: float) -> list[Instruction]:
         """Let the prefill node decode a prompt whose decode node has had no room for too long, if the prefill node has
         room."""
-        attempt, node = request.attempt, request.attempt.prefill
+        attempt = request.attempt
         most_tokens = min(node.max_request_tokens, node.pool_tokens)
         if now - request.entered_s < self._keep_after_s or not node.is_ready or request.max_tokens > most_tokens:
             return []
@@ -670,24 +677,24 @@ class Scheduler:
 
     # ---- decode ----
 
-    def _early_token(self, request: Request, node: Node, event: "_StepToken", now: float) -> list[Instruction]:
+    def _early_token(self, request: Request, node: Node, event: _StepToken, now: float) -> list[Instruction]:
         """Keep a token that cannot be emitted yet."""
-        attempt, token = request.attempt, event[0]
+        attempt, token = request.attempt, event.token
         attempt.early[token.index] = token
         if len(attempt.early) <= MAX_EARLY_TOKENS:
             return []
         error = RequestError(reasons.WORKER_LOST, f"{MAX_EARLY_TOKENS} tokens came out of order")
         return self._restart(request, attempt.prefill, error, now)
 
-    def _first_decoded(self, request: Request, node: Node, event: "_StepToken", now: float) -> list[Instruction]:
-        request.enter(State.DECODING, now, ago_s=event[1])
-        self._transfers.decoding(request.attempt, now - event[1], now)
+    def _first_decoded(self, request: Request, node: Node, event: _StepToken, now: float) -> list[Instruction]:
+        request.enter(State.DECODING, now, ago_s=event.step_s)
+        self._transfers.decoding(request.attempt, now - event.step_s, now)
         return self._decoded(request, node, event, now)
 
-    def _decoded(self, request: Request, node: Node, event: "_StepToken", now: float) -> list[Instruction]:
-        if event[0].index > len(request.output):
+    def _decoded(self, request: Request, node: Node, event: _StepToken, now: float) -> list[Instruction]:
+        if event.token.index > len(request.output):
             return self._early_token(request, node, event, now)
-        return self._emit(request, event[0], now)
+        return self._emit(request, event.token, now)
 
     def _emit(self, request: Request, token: fleet_pb2.SampledToken, now: float) -> list[Instruction]:
         """Emit the next token by index, with the early tokens that follow it. The last token of the output ends the
@@ -933,7 +940,6 @@ class Scheduler:
         return [*instructions, End(request.request_id, outcome, request.timeline, now)]
 
 
-_StepToken = tuple[fleet_pb2.SampledToken, float]
 _DECODING: Final = State.DECODING  # an attribute of an Enum is slow
 
 
