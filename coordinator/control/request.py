@@ -348,6 +348,8 @@ class Request:
 
     def enter(self, state: State, now: float, *, ago_s: float = 0.0) -> None:
         """Enter a state, and record its phase as begun `ago_s` before."""
+        if self.state is State.WAITING_FOR_NODES:
+            del self.wait
         self.state, self.entered_s = state, now
         if state in PHASES and PHASES[state] is not self.timeline.phase:
             self.timeline.enter(PHASES[state], now, ago_s=ago_s)

@@ -177,11 +177,11 @@ class NodeForecast:
         self._num_tokens_lacking = ledger.tokens_taken(node) + num_needed - node.pool_tokens
         self._tokens_alone = partial(ledger.tokens_alone, node)
         self._steps_s = step_s(node, ledger), step_s(node, ledger, 1, len(wanted.prompt))
-        part = list(ledger.limited_parts(node))
-        self._unprefilled = [each for each in part if each.num_to_compute]
+        parts = list(ledger.limited_parts(node))
+        self._unprefilled = [each for each in parts if each.num_to_compute]
         num_begin = round(STARTED_SHARE * sum(each.is_decoded for each in self._unprefilled))
         self._paces_s = step_s(node, ledger, num_begin), step_s(node, ledger, 1 + num_begin, len(wanted.prompt))
-        self._decoded = [each for each in part if each.is_decoded]
+        self._decoded = [each for each in parts if each.is_decoded]
         self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in self._unprefilled]
         self._each_s: dict[int, float] = {}  # seconds of a step, by its sequences
         self._paces: dict[int, PrefillPace] = {}  # by the number of additional sequences
