@@ -210,7 +210,6 @@ class _Message(Model):
     function_call: Annotated[Any, Refused("send tool_calls", {}, "")] = None
     reasoning: str | None = Field(None, description="vLLM's newer name of reasoning_content")
     reasoning_content: str | None = None
-    refusal: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS)
 
@@ -223,6 +222,7 @@ class OtherMessage(_Message):
 
 class AssistantMessage(_Message):
     content: AssistantContent | None = None
+    refusal: str | None = None
 
 
 def _speaker(value: Any) -> str | None:
@@ -418,7 +418,8 @@ class CompletionFields(_OfOpenAI):
 
 _Count = Annotated[int | None, Field(ge=1, le=MAX_ANSWERS, description="sequences of each prompt; default 1")]
 _PromptLogprobs = Annotated[
-    int | None, Field(ge=-1, description="the k likeliest tokens of each position; not in a stream; -1: all")
+    int | None,
+    Field(ge=-1, le=2**31 - 1, description="the k likeliest tokens of each position; not in a stream; -1: all"),
 ]
 _Stream = Annotated[bool | None, Field(description="the output comes as events; default false")]
 _NewestUsage = Annotated[StreamOptions | None, Field(description="needs stream")]
@@ -463,7 +464,7 @@ class CompletionRequest(CompletionFields):
     max_tokens: Int32 | None = Field(
         None, description="default 16, as OpenAI's, or what the prompt leaves room for; 0 with echo alone"
     )
-    logprobs: int | None = Field(None, ge=-1, description=f"the likeliest tokens; {_WHOLE_VOCABULARY}")
+    logprobs: int | None = Field(None, ge=-1, le=2**31 - 1, description=f"the likeliest tokens; {_WHOLE_VOCABULARY}")
     prompt_logprobs: _PromptLogprobs = None
     echo: bool | None = Field(None, description="the text begins with the prompt; default false")
     stream: _Stream = None
@@ -553,7 +554,7 @@ class ChatFields(CompletionFields, TemplateFields):
         None, description="OpenAI's newer name of max_tokens, which it precedes"
     )
     logprobs: bool | None = Field(None, description="of the output's tokens; default false")
-    top_logprobs: int | None = Field(None, ge=-1, description=f"needs logprobs; {_WHOLE_VOCABULARY}")
+    top_logprobs: int | None = Field(None, ge=-1, le=2**31 - 1, description=f"needs logprobs; {_WHOLE_VOCABULARY}")
     echo: bool | None = Field(
         None, description="the output begins with the last message, if that is the assistant's, as in vLLM"
     )
@@ -739,7 +740,7 @@ class ResponsesRequest(_OfOpenAI):
     include: Texts | None = Field(
         None, max_length=MAX_INCLUDED, description=f"{LOGPROBS}; a response has nothing of what else OpenAI has here"
     )
-    top_logprobs: int | None = Field(None, ge=-1, description=f"of the text; needs {LOGPROBS} in include")
+    top_logprobs: int | None = Field(None, ge=-1, le=2**31 - 1, description=f"of the text; needs {LOGPROBS} in include")
     chat_template_kwargs: _TemplateVariables = None
     include_reasoning: _IncludeReasoning = None
     metadata: dict[str, Any] | None = Field(None, description="the response repeats it")

@@ -384,10 +384,11 @@ def _message(index: int, message: Message) -> ChatMessage:
     texts = [text_of(part) for part in parts if isinstance(part, TextPart | RefusalPart)]
     thoughts = "\n".join(part.thinking for part in parts if isinstance(part, ThinkingPart))
     extra_json = _extra_json(index, message, thoughts)
-    refused = [message.refusal] if isinstance(message, AssistantMessage) and message.refusal else []
+    if isinstance(message, AssistantMessage) and not texts:
+        texts = [message.refusal or ""]
     if isinstance(content, list):
-        return ChatMessage(role=message.role, content_parts=texts or refused or [], extra_json=extra_json)
-    return ChatMessage(role=message.role, content=content or "".join(refused), extra_json=extra_json)
+        return ChatMessage(role=message.role, content_parts=texts, extra_json=extra_json)
+    return ChatMessage(role=message.role, content=content or "".join(texts), extra_json=extra_json)
 
 
 def text_of(part: Part) -> str:

@@ -175,12 +175,20 @@ def test_the_table_is_what_the_api_server_does():
 
 NAMES = sorted({name for model in MODELS for name in field_names(model.model_json_schema())})
 WORDS = ["user", "assistant", "system", "text", "thinking", "function", "tool_use", "message", "json_schema", "\ud800"]
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(WORDS)
+LARGE = [2**31, 2**32, 2**63, -(2**31) - 1, -(2**63) - 1]  # beyond the integers of protobuf
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from([*WORDS, *LARGE])
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
     max_leaves=12,
 )
+
+
+@pytest.mark.parametrize("number", LARGE)
+@pytest.mark.parametrize("model", MODELS)
+def test_no_number_is_beyond_the_message_that_it_becomes(model, number):
+    for name in model.model_fields:
+        read_or_refused(model, BODIES[model] | {name: number})
 
 
 @pytest.mark.parametrize("model", MODELS)
