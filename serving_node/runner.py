@@ -15,20 +15,17 @@ from engine.drafting import Drafter
 from engine.engine import Engine, StepClock
 from kv_transfer.ends.receiver import Alarm, KVReceiver
 from kv_transfer.ends.sender import KVSender
-from kv_transfer.results import Received, Sent, TransferFailed
 from protos import convert, fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION
 from serving_core.node.blocks import BlockAllocator, BlockLease
 from serving_core.node.costs import StepCosts, StepRates
 from serving_core.node.requests import Key, NodeRequests
-from serving_core.process.failpoints import reach
 from serving_core.process.memory import resident_bytes
 from serving_core.shapes import preset
 from serving_core.tasks import first_to_end
 from serving_node.distributed_kv.ends import RemoteKVEnds, tile_tokens
 from serving_node.distributed_kv.holder import most_hosted_tokens
 from serving_node.grammar_compiler import GrammarCompiler
-from serving_node.grants import Grants
 from serving_node.kv_offload import NO_OFFLOAD, OffloadPlan
 from serving_node.logic import Limits, NodeLogic
 from serving_node.outputs import StepCounts
@@ -91,26 +88,16 @@ class NodeRunner:
             tier=tier,
         )
         self._worker = worker = Worker(logic, link, self)
-        self._transfers = NodeTransfers(
-            engine.layout,
+        self._pp_size: Final = settings.engine.pipeline_parallel_size
+        self._tp_size: Final = (1 + len(followers)) // self._pp_size
+        worker.transfers = self._transfers = NodeTransfers(
+            engine.model_layout,
             sender,
             receiver,
             followers,
-            settings.overlap_min_tokens,
-            on_granted=self._granted,
-            on_coming=worker.coming,
-            on_received=self._received,
-            on_caught_up=worker.caught_up,
-            on_sent=self._sent,
-        )
-        self._pp_size: Final = settings.engine.pipeline_parallel_size
-        self._tp_size: Final = self._transfers.num_ranks // self._pp_size
-        worker.transfers = self._grants = Grants(
-            engine.model_layout,
-            self._transfers,
-            self._received,
-            tp_size=self._tp_size,
+            worker,
             pp_size=self._pp_size,
+            overlap_min_tokens=settings.overlap_min_tokens,
             ttl_s=settings.reservation_ttl_s,
         )
         self._store, self._num_tier_blocks = store, tier.num_host + tier.num_disk
@@ -275,7 +262,7 @@ class NodeRunner:
         return {
             "blocks": load.num_blocks - load.num_blocks_free,
             "requests": len(self.node_requests),
-            "transfer descriptors": len(self._grants) + self._transfers.num_ungranted,
+            "transfer descriptors": self._transfers.num_unopened,
             "transfers": self._transfers.num_open,
             "leases without a request": len(holders) - sum(each.lease is not None for each in self.node_requests),
             "timers": int(self._logic.wake_at_s is not None),
@@ -319,19 +306,6 @@ class NodeRunner:
         """Close both ends of distributed KV."""
         if self._remote_kvs is not None:
             await asyncio.to_thread(self._remote_kvs.close)
-
-    # ---- ends of transfers on all ranks ----
-
-    def _granted(self, epoch: int) -> None:
-        self._worker.granted(epoch, self._grants.take(epoch))
-
-    def _received(self, epoch: int, result: Received | TransferFailed) -> None:
-        self._grants.forget(epoch)
-        self._worker.received(epoch, result)
-
-    def _sent(self, epoch: int, result: Sent | TransferFailed) -> None:
-        reach("release")
-        self._worker.sent(epoch, result)
 
 
 def _log_modes(settings: NodeSettings, engine: Engine) -> None:

@@ -5,31 +5,39 @@ the node only once every rank has opened its blocks, and a request continues onl
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 from decode_node.incoming import Incoming
 from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.ends.rank_results import RankResults, failure_from_wire, to_wire
 from kv_transfer.ends.receiver import KVReceiver
 from kv_transfer.ends.sender import KVSender
-from kv_transfer.results import Received, Sent, TransferFailed
+from kv_transfer.results import Received, Sent, TransferError, TransferFailed
 from prefill_node.outgoing import Outgoing
 from protos import ranks_pb2
+from serving_core import reasons
 from serving_core.layout import KVLayout
+from serving_core.node.requests import NodeRequest
+from serving_core.process.failpoints import reach
 from serving_core.requests import OnLayer, Share, Work
-from serving_node.decisions import CancelTransfer, FinishSend, Send, SendMore
+from serving_node.decisions import CancelTransfer, FetchPrefix, FinishSend, Receive, Send, SendMore
 from serving_node.ranks.leading import Followers, Leader
 
-OnGranted = Callable[[int], None]
-OnComing = Callable[[int], None]
-OnReceived = Callable[[int, Received | TransferFailed], None]
-OnCaughtUp = Callable[[int], None]
-OnSent = Callable[[int, Sent | TransferFailed], None]
+
+class TransferEvents(Protocol):
+    """Define what hears of transfers, by epoch, when the event is complete on all ranks."""
+
+    def granted(self, epoch: int, descriptor: bytes) -> None: ...
+    def coming(self, epoch: int) -> None: ...
+    def received(self, epoch: int, result: Received | TransferFailed) -> None: ...
+    def caught_up(self, epoch: int) -> None: ...
+    def sent(self, epoch: int, result: Sent | TransferFailed) -> None: ...
 
 
 class NodeTransfers:
-    """Run transfers on all ranks, by epoch. The callbacks report events that are complete on all ranks."""
+    """Run transfers on all ranks, by epoch."""
 
     def __init__(
         self,
@@ -37,25 +45,30 @@ class NodeTransfers:
         sender: KVSender,
         receiver: KVReceiver,
         followers: Followers,
-        overlap_min_tokens: int,
+        events: TransferEvents,
         *,
-        on_granted: OnGranted,
-        on_coming: OnComing,
-        on_received: OnReceived,
-        on_caught_up: OnCaughtUp,
-        on_sent: OnSent,
+        pp_size: int,
+        overlap_min_tokens: int,
+        ttl_s: float,
     ) -> None:
-        self.num_ranks = 1 + len(followers)
+        """Create the transfers of a node.
+
+        `layout` covers the whole model. Blocks stay open to their sender for `ttl_s` seconds.
+        """
+        self._num_ranks = num_ranks = 1 + len(followers)
+        self._layout, self._ttl_s = layout, ttl_s
+        self._tp_size, self._pp_size = num_ranks // pp_size, pp_size
         self._followers = followers
         self._dialer, self._listener = sender.transport, receiver.transport
-        self._on_granted = on_granted
-        self._on_caught_up = on_caught_up
-        self._sent: RankResults[Sent] = RankResults(self.num_ranks, self.cancel, on_sent)
-        self._received: RankResults[Received] = RankResults(self.num_ranks, self.cancel, on_received)
-        self._ungranted: dict[int, int] = {}  # ranks that have not opened their blocks, by epoch
+        self._events = events
+        self._sent: RankResults[Sent] = RankResults(num_ranks, self.cancel, self._end_sent_on_all)
+        self._received: RankResults[Received] = RankResults(num_ranks, self.cancel, events.received)
+        self._descriptors: dict[int, bytes] = {}  # not yet open on every rank, by epoch
+        self._unopened: dict[int, int] = {}  # ranks that have not opened their blocks, by epoch
         self._behind: dict[int, int] = {}  # ranks that have not sent their ready blocks, by epoch
-        self._outgoing = Outgoing(layout, sender, overlap_min_tokens, self._caught_up, partial(self._end_sent, 0))
-        self._incoming = Incoming(receiver, self._granted, partial(self._end_received, 0), on_coming)
+        own = sender.store.layout
+        self._outgoing = Outgoing(own, sender, overlap_min_tokens, self._caught_up, partial(self._end_sent, 0))
+        self._incoming = Incoming(receiver, self._opened, partial(self._end_received, 0), events.coming)
         followers.on_event = self._take
 
     @property
@@ -64,9 +77,9 @@ class NodeTransfers:
         return len(self._sent) + len(self._received)
 
     @property
-    def num_ungranted(self) -> int:
+    def num_unopened(self) -> int:
         """Return the number of transfers whose blocks are not open on every rank."""
-        return len(self._ungranted)
+        return len(self._unopened)
 
     @property
     def addresses(self) -> list[str]:
@@ -85,9 +98,14 @@ class NodeTransfers:
         if (new := self._listener.allow(keys)) and self._followers:
             self._followers.send(admit=ranks_pb2.Admit(keys=new))
 
-    def carry_out(self, decision: Send | SendMore | FinishSend | CancelTransfer) -> None:
-        """Carry out a decision about outgoing transfers."""
+    def carry_out(self, decision: Receive | FetchPrefix | Send | SendMore | FinishSend | CancelTransfer) -> None:
+        """Carry out a decision about transfers."""
         match decision:
+            case Receive(node_request=node_request, num_blocks=num_blocks):
+                self._receive(node_request, num_blocks)
+            case FetchPrefix(offer=offer, block_ids=block_ids, num_cached=num_cached):
+                sizes = num_cached, offer.num_tokens
+                self._draw(offer.epoch, block_ids, *sizes, prefill_tp=offer.source_tp, prefill_pp=offer.source_pp)
             case Send(epoch=epoch, descriptor=descriptor, block_ids=block_ids):
                 self.send(epoch, descriptor, block_ids)
             case SendMore(epoch=epoch, block_ids=block_ids):
@@ -97,15 +115,61 @@ class NodeTransfers:
             case CancelTransfer(epoch=epoch):
                 self.cancel(epoch)
 
-    def receive(self, descriptor: TransferDescriptor, packed: bytes, block_ids: Sequence[int]) -> None:
-        """Open these blocks on every rank to the sender of `descriptor`, which `packed` encodes.
+    def _receive(self, node_request: NodeRequest, num_blocks: int) -> None:
+        """Open the reserved blocks of a request to the node that has its KV."""
+        request, incoming = node_request.request, node_request.incoming
+        assert node_request.lease is not None
+        assert incoming is not None
+        self._draw(
+            request.epoch,
+            node_request.lease.block_ids[:num_blocks],
+            node_request.num_cached_blocks,
+            len(request.token_ids),
+            prefill_tp=incoming.source_tp,
+            prefill_pp=incoming.source_pp,
+            behind=node_request.behind,
+        )
 
-        on_granted is called once all ranks have, perhaps at once; on_coming is called when this rank hears from the
-        sender.
+    def _draw(
+        self,
+        epoch: int,
+        block_ids: Sequence[int],
+        num_cached: int,
+        num_tokens: int,
+        *,
+        prefill_tp: int,
+        prefill_pp: int,
+        behind: bytes = b"",
+    ) -> None:
+        """Let a node with this parallelism write to these blocks, except the leading cached ones."""
+        try:
+            descriptor = TransferDescriptor.draw(
+                epoch=epoch,
+                layout=self._layout,
+                prefill_tp=prefill_tp,
+                prefill_pp=prefill_pp,
+                decode_tp=self._tp_size,
+                decode_pp=self._pp_size,
+                addresses=self.addresses,
+                num_blocks=len(block_ids),
+                num_cached_blocks=num_cached,
+                num_tokens=num_tokens,
+                behind=behind,
+                ttl_s=self._ttl_s,
+            )
+        except TransferError as error:
+            self._events.received(epoch, TransferFailed(reasons.TRANSFER_FAILED, str(error)))
+        else:
+            self.open(descriptor, block_ids)
+
+    def open(self, descriptor: TransferDescriptor, block_ids: Sequence[int]) -> None:
+        """Open these blocks on every rank to the sender of `descriptor`.
+
+        `granted` is reported once all ranks have, perhaps at once; `coming` when this rank hears from the sender.
         """
-        epoch = descriptor.epoch
+        epoch, packed = descriptor.epoch, descriptor.encode()
         self._received.begin(epoch)
-        self._ungranted[epoch] = self.num_ranks
+        self._descriptors[epoch], self._unopened[epoch] = packed, self._num_ranks
         if self._followers:
             self._followers.send(grant=ranks_pb2.Grant(epoch=epoch, descriptor=packed, block_ids=block_ids))
         self._incoming.expect(descriptor, block_ids)
@@ -113,10 +177,10 @@ class NodeTransfers:
     def send(self, epoch: int, descriptor: bytes, block_ids: Sequence[int]) -> None:
         """Begin to send; these leading blocks are final.
 
-        on_caught_up is called at most once, when every rank has sent all ready blocks, perhaps before `finish`.
+        `caught_up` is reported at most once, when every rank has sent all ready blocks, perhaps before `finish`.
         """
         self._sent.begin(epoch)
-        self._behind[epoch] = self.num_ranks
+        self._behind[epoch] = self._num_ranks
         if self._followers:
             self._followers.send(send=ranks_pb2.Send(epoch=epoch, descriptor=descriptor, block_ids=block_ids))
         self._outgoing.send(epoch, descriptor)
@@ -147,25 +211,30 @@ class NodeTransfers:
         self._outgoing.cancel(epoch)
         self._incoming.cancel(epoch)
 
-    def _granted(self, epoch: int) -> None:
-        if _is_last(self._ungranted, epoch):
-            self._on_granted(epoch)
+    def _opened(self, epoch: int) -> None:
+        if _is_last(self._unopened, epoch):
+            self._events.granted(epoch, self._descriptors.pop(epoch))
 
     def _caught_up(self, epoch: int) -> None:
         if _is_last(self._behind, epoch):
-            self._on_caught_up(epoch)
+            self._events.caught_up(epoch)
 
     def _end_received(self, rank: int, epoch: int, result: Received | TransferFailed) -> None:
-        self._ungranted.pop(epoch, None)
+        self._unopened.pop(epoch, None)
+        self._descriptors.pop(epoch, None)
         self._received.end(epoch, rank, result)
 
     def _end_sent(self, rank: int, epoch: int, result: Sent | TransferFailed) -> None:
         self._behind.pop(epoch, None)
         self._sent.end(epoch, rank, result)
 
+    def _end_sent_on_all(self, epoch: int, result: Sent | TransferFailed) -> None:
+        reach("release")
+        self._events.sent(epoch, result)
+
     def _take(self, rank: int, event: ranks_pb2.RankEvent) -> None:
         if event.HasField("granted"):
-            self._granted(event.granted.epoch)
+            self._opened(event.granted.epoch)
         elif event.HasField("caught_up"):
             self._caught_up(event.caught_up.epoch)
         else:

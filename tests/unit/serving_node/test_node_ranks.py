@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,18 +93,16 @@ class Node:
 
     def lead(self, followers, overlap_min_tokens):
         self.followers = followers
-        self.transfers = NodeTransfers(
-            self.stores[0].layout,
-            self.senders[0],
-            self.receivers[0],
-            followers,
-            overlap_min_tokens,
-            on_granted=self.received.was_granted,
-            on_coming=self.received.comes,
-            on_received=self.received.ended,
-            on_caught_up=self.sent.has_caught_up,
-            on_sent=self.sent.ended,
+        events = SimpleNamespace(
+            granted=lambda epoch, descriptor: self.received.was_granted(epoch),
+            coming=self.received.comes,
+            received=self.received.ended,
+            caught_up=self.sent.has_caught_up,
+            sent=self.sent.ended,
         )
+        ends = self.senders[0], self.receivers[0]
+        options = {"pp_size": 1, "overlap_min_tokens": overlap_min_tokens, "ttl_s": DEADLINE_S}
+        self.transfers = NodeTransfers(LAYOUT, *ends, followers, events, **options)
 
     def follow(self, rank, leader, overlap_min_tokens):
         transfers = FollowerTransfers(
@@ -142,7 +141,7 @@ class Node:
         )
 
     def receive(self, descriptor, block_ids=IDS):
-        self.transfers.receive(descriptor, descriptor.encode(), block_ids)
+        self.transfers.open(descriptor, block_ids)
 
     async def open_to(self, source, epoch, **cached):
         """Grants all blocks to what `source` sends; gives the descriptor."""
