@@ -20,7 +20,7 @@ from serving_core.node.prefix import BlockNames
 from serving_core.node.requests import NodeRequest, Waiting
 from serving_core.node.tiers import TierIndex, TierRates
 from serving_node.decisions import CancelLoad, Decision, Load, Spill
-from serving_node.outputs import Endings
+from serving_node.endings import Endings
 from serving_node.sources import KVSource
 
 MAX_LOADS: Final = 4  # at a time

@@ -29,8 +29,9 @@ from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.admission import Admission, Arrivals
 from serving_node.decisions import CompileGrammar, Decision, SendHeartbeat
 from serving_node.distributed_kv.source import DistributedKV, Opened
+from serving_node.endings import Endings
 from serving_node.kv_offload import NO_OFFLOAD, KVOffload, OffloadPlan
-from serving_node.outputs import CacheReport, Endings, Outputs, StepCounts
+from serving_node.outputs import CacheReport, Outputs, StepCounts
 from serving_node.peer_fetch import PeerFetch, PeerServe
 from serving_node.sources import KVSource, StepSource
 from serving_node.transfers import WAITING_FOR_OTHERS, IncomingTransfers, OutgoingTransfers, Transfers

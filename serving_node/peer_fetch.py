@@ -26,8 +26,8 @@ from serving_core.node.leases import Leases, PrefixFetch
 from serving_core.node.prefix import BlockNames, root_name
 from serving_core.node.requests import NodeRequest, Offer
 from serving_node.decisions import CancelTransfer, FetchPrefix, FinishSend, Send
+from serving_node.endings import Endings
 from serving_node.kv_offload import KVOffload
-from serving_node.outputs import Endings
 from serving_node.sources import KVSource
 from serving_node.transfers import Transfer, Transfers
 

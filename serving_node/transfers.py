@@ -43,7 +43,7 @@ from serving_core.node.requests import (
     drop_outgoing,
 )
 from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send, SendMore
-from serving_node.outputs import Endings
+from serving_node.endings import Endings
 
 MAX_TAIL_TOKENS: Final = 512  # of 5 bytes each at most; leaves room for the numerics ids in a tail
 WAITING_TO_SEND: Final = (RequestState.PREFILLED, RequestState.FROZEN)

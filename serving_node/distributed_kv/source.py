@@ -18,7 +18,7 @@ from serving_core.node.requests import Distributed, NodeRequest, NodeRequests
 from serving_node.admission import Admission
 from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RecallRemoteKV
 from serving_node.distributed_kv.holder import HOLD_S, LAPSE_S, Claim, Hosting
-from serving_node.outputs import Endings
+from serving_node.endings import Endings
 from serving_node.sources import StepSource
 
 RETRY_S: Final = 0.2

@@ -11,7 +11,7 @@ from serving_core.slo import Due
 from serving_node.admission import Admission
 from serving_node.decisions import RecallRemoteKV
 from serving_node.distributed_kv.source import DistributedKV
-from serving_node.outputs import Endings
+from serving_node.endings import Endings
 from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 from tests.unit.serving_node.slack_kit import ExactCosts
 
