@@ -27,7 +27,7 @@ def info(caplog):
 
 
 def lines(caplog, event=""):
-    """The journal's lines as they would be written."""
+    """The lines of the request log as they would be written."""
     formatter = JsonFormatter("coordinator", "c0")
     found = [json.loads(formatter.format(record)) for record in caplog.records if record.name == RequestLog.__module__]
     assert SECRET not in str(found)
