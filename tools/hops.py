@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = "coordinator", "serving_node", "prefill_node", "decode_node", "kv_transfer", "engine", "protos", "serving_core"
@@ -105,7 +106,25 @@ class Fleet:
         return {role: (between[role] - before[role]) - (after[role] - between[role]) for role in ROLES}
 
 
-def measure(model: str) -> None:
+class Hops(NamedTuple):
+    """What one prompt, one decode step and one token at the coordinator take."""
+
+    short: dict[str, Calls]  # of a prompt with SHORT_OUTPUT_TOKENS, by role
+    long: dict[str, Calls]
+
+    @property
+    def files(self) -> set[str]:
+        """The files that the prompt crosses, in all processes."""
+        return {file for calls in self.short.values() for pair in calls for file in pair}
+
+    def per_token(self, role: str) -> dict[tuple[str, str], float]:
+        """The cross-file calls of a role for each further output token, by caller and callee."""
+        more = self.long[role] - self.short[role]
+        return {pair: count / (LONG_OUTPUT_TOKENS - SHORT_OUTPUT_TOKENS) for pair, count in more.items()}
+
+
+def measure(model: str) -> Hops:
+    """Serve the model, and count. Ends the process if a role of the fleet does not come up."""
     from splitserve import Client
     from splitserve.client.errors import ClientError
 
@@ -130,18 +149,17 @@ def measure(model: str) -> None:
                 long = fleet.during(lambda: ask("By", LONG_OUTPUT_TOKENS))
         finally:
             fleet.stop()
-    _report(short, long)
+    return Hops(short, long)
 
 
-def _report(short: dict[str, Calls], long: dict[str, Calls]) -> None:
-    files = {role: {file for pair in calls for file in pair} for role, calls in short.items()}
-    crossed = set().union(*files.values())
-    lines = sum(len(Path(file).read_text().splitlines()) for file in crossed)
-    print(f"one prompt: {len(crossed)} files, {lines} lines, {sum(c.total() for c in short.values())} cross-file calls")
-    for role, found in files.items():
-        print(f"  {role}: {len(found)} files, {short[role].total()} calls")
+def _report(hops: Hops) -> None:
+    lines = sum(len(Path(file).read_text().splitlines()) for file in hops.files)
+    num_calls = sum(calls.total() for calls in hops.short.values())
+    print(f"one prompt: {len(hops.files)} files, {lines} lines, {num_calls} cross-file calls")
+    for role, calls in hops.short.items():
+        print(f"  {role}: {len({file for pair in calls for file in pair})} files, {calls.total()} calls")
     for role, what in (("decode_node", "decode step"), ("coordinator", "token at the coordinator")):
-        each = {pair: n / (LONG_OUTPUT_TOKENS - SHORT_OUTPUT_TOKENS) for pair, n in (long[role] - short[role]).items()}
+        each = hops.per_token(role)
         step = {file for pair, n in each.items() if n > 0.5 for file in pair}
         print(f"one {what}: {sum(each.values()):.0f} cross-file calls, {len(step)} files")
 
@@ -160,4 +178,4 @@ if __name__ == "__main__":
     else:
         from splitserve.launch.models import resolve
 
-        measure(str(resolve("".join(sys.argv[1:]), print).folder))
+        _report(measure(str(resolve("".join(sys.argv[1:]), print).folder)))
