@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kv_transfer.descriptor import TransferDescriptor
-from kv_transfer.ends.receiver import KVReceiver
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.results import Received, TransferError, TransferFailed
 from serving_core import reasons
 

@@ -6,8 +6,8 @@ Rank 0 calls these methods on its own rank and, as commands, on the followers: s
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kv_transfer.ends.sender import KVSender, SendingTransfer
 from kv_transfer.results import Sent, TransferError, TransferFailed
+from kv_transfer.sender import KVSender, SendingTransfer
 from serving_core import reasons
 from serving_core.layout import KVLayout
 from serving_core.requests import OnLayer, Share

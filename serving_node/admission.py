@@ -18,9 +18,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final
 
-from decode_node.batch import slots_in_time
 from decode_node.preallocation import Preallocation
 from decode_node.preemption import HOLDING, Preemption, can_preempt
+from decode_node.scheduler import slots_in_time
 from prefill_node.chunk_budget import due_s
 from prefill_node.scheduler import PrefillScheduler, num_cacheable
 from protos import convert, fleet_pb2

@@ -24,8 +24,8 @@ from prometheus_client.registry import Collector
 
 from decode_node.speculation import SpeculationCounts
 from engine.engine import StepClock
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
 from protos import inference_pb2
 from serving_core.errors import SettingsError
 from serving_core.figures import Figure, Values, counter, families, gauge, histogram

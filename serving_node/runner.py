@@ -1,6 +1,6 @@
 """Run rank 0 of a node in its process.
 
-Everything here runs on one event loop; stepping.py runs the steps.
+Everything here runs on one event loop; step_loop.py runs the steps.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from decode_node.speculation import SpeculationCounts
 from engine.cache.tier_store import TierStore
 from engine.drafting import Drafter
 from engine.engine import Engine, StepClock
-from kv_transfer.ends.receiver import Alarm, KVReceiver
-from kv_transfer.ends.sender import KVSender
+from kv_transfer.receiver import Alarm, KVReceiver
+from kv_transfer.sender import KVSender
 from protos import convert, fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION
 from serving_core.node.blocks import BlockAllocator, BlockLease
@@ -27,14 +27,14 @@ from serving_node.distributed_kv.ends import RemoteKVEnds, tile_tokens
 from serving_node.distributed_kv.holder import most_hosted_tokens
 from serving_node.grammar_compiler import GrammarCompiler
 from serving_node.kv_offload import NO_OFFLOAD, OffloadPlan
-from serving_node.logic import Limits, NodeLogic
 from serving_node.outputs import StepCounts
 from serving_node.ranks.follower import rank_load
 from serving_node.ranks.leading import Followers
 from serving_node.ranks.tiers import NodeTier
 from serving_node.ranks.transfers import NodeTransfers
+from serving_node.scheduler import Limits, NodeScheduler
 from serving_node.settings import OFF, NodeSettings
-from serving_node.stepping import Stepping, draft_model_of
+from serving_node.step_loop import Stepping, draft_model_of
 from serving_node.worker import Link, Worker
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class NodeRunner:
         self._drafter = drafter
         self._fingerprint = {**engine.fingerprint, "kv_transport": settings.kv_transport}
         self._followers = followers
-        self._logic = logic = NodeLogic(
+        self._logic = logic = NodeScheduler(
             BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching),
             engine.layout,
             limits,

@@ -17,8 +17,8 @@ from engine.parallel import choose_device, join, on_all_ranks
 from engine.stepper import Stepper
 from engine.streams import take_own_stream
 from kv_transfer.descriptor import endpoint_of
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from serving_core.errors import SettingsError

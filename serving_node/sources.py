@@ -11,7 +11,7 @@ class KVSource:
     The logic of a node has a list of the sources that are switched on, and calls all of them.
     """
 
-    kind = ""  # of lease holder, in `NodeLogic.leases`
+    kind = ""  # of lease holder, in `NodeScheduler.leases`
 
     @property
     def held(self) -> dict[int, BlockLease]:

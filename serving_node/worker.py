@@ -26,7 +26,7 @@ from serving_node.decisions import (
     Spill,
 )
 from serving_node.distributed_kv.source import Opened
-from serving_node.logic import NodeLogic
+from serving_node.scheduler import NodeScheduler
 
 
 class Link(Protocol):
@@ -79,7 +79,7 @@ class Worker:
     offload: Port | None = None
     remote_kvs: Port | None = None
 
-    def __init__(self, logic: NodeLogic, link: Link, clock: Clock) -> None:
+    def __init__(self, logic: NodeScheduler, link: Link, clock: Clock) -> None:
         self.logic = logic
         self._link = link
         self._clock = clock

@@ -3,8 +3,8 @@
 from collections import defaultdict
 from typing import Final
 
-from coordinator.api.http.models import ENDPOINTS
 from coordinator.api.http.openapi import field_rows
+from coordinator.api.http.request_models import ENDPOINTS
 from tests.doc_table import DOCS, page_with
 
 PAGE: Final = DOCS / "fields.md"

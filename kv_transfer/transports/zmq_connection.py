@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import zmq
 
-from kv_transfer.ends.receiver import Alarm
+from kv_transfer.receiver import Alarm
 from kv_transfer.results import TransferError
 from kv_transfer.shared_memory import notes
 from kv_transfer.shared_memory.lending import Lender, Loan

@@ -11,10 +11,10 @@ from typing import Protocol
 
 from decode_node.incoming import Incoming
 from kv_transfer.descriptor import TransferDescriptor
-from kv_transfer.ends.rank_results import RankResults, failure_from_wire, to_wire
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender
+from kv_transfer.rank_results import RankResults, failure_from_wire, to_wire
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.results import Received, Sent, TransferError, TransferFailed
+from kv_transfer.sender import KVSender
 from prefill_node.outgoing import Outgoing
 from protos import ranks_pb2
 from serving_core import reasons

@@ -40,8 +40,8 @@ from serving_core.reasons import PROMPT_TOO_LONG
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
 from serving_core.shapes import BOTH, preset
-from serving_node.logic import Limits, NodeLogic
-from serving_node.stepping import draft_model_of
+from serving_node.scheduler import Limits, NodeScheduler
+from serving_node.step_loop import draft_model_of
 from splitserve.launch.models import Report
 from splitserve_bench.engine.driver import load_engine, threads
 from splitserve_bench.report import table_of
@@ -223,7 +223,7 @@ class _Node:
         limits = Limits(
             MAX_STEP_TOKENS, batch, batch, NEVER_S, NEVER_S, num_speculative_tokens, draft_model_of(drafter)
         )
-        self._logic = NodeLogic(
+        self._logic = NodeScheduler(
             BlockAllocator(engine.num_blocks, caching=False),
             engine.layout,
             limits,

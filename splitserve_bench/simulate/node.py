@@ -16,7 +16,7 @@ from serving_core.requests import Work
 from serving_core.shapes import preset, role_of
 from serving_node.decisions import CancelLoad, Load, Spill
 from serving_node.kv_offload import OffloadPlan
-from serving_node.logic import Limits, NodeLogic
+from serving_node.scheduler import Limits, NodeScheduler
 from serving_node.settings import NodeSettings
 from serving_node.worker import Worker
 from splitserve_bench.simulate.costs import NO_NOISE, Costs, Machine, Noise, Progress, StepLoad, load_of
@@ -236,7 +236,7 @@ class SimulatedNode:
             self.worker.tick()
 
 
-def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs) -> NodeLogic:
+def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs) -> NodeScheduler:
     tier = sizes.tier
     limits = Limits(
         sizes.max_num_batched_tokens,
@@ -245,7 +245,7 @@ def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs)
         TIMES.credit_timeout_s,
         TIMES.descriptor_timeout_s,
     )
-    return NodeLogic(
+    return NodeScheduler(
         allocator,
         sizes.layout,
         limits,

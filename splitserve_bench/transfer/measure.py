@@ -21,7 +21,7 @@ import torch
 
 from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.descriptor import TransferDescriptor
-from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
+from kv_transfer.sender import KVSender, Sent, TransferFailed
 from kv_transfer.transports.transport import Dialer
 from kv_transfer.transports.zmq import ZmqDialer
 from serving_core.layout import KVLayout

@@ -19,8 +19,8 @@ import torch
 
 from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.descriptor import TransferDescriptor
-from kv_transfer.ends.receiver import KVReceiver, Received, TransferFailed
 from kv_transfer.payload import KVStore, Payload, blocks_per_message
+from kv_transfer.receiver import KVReceiver, Received, TransferFailed
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.tensor_payload import TensorStore
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener

@@ -5,8 +5,8 @@ import contextlib
 
 import pytest
 
-from kv_transfer.ends.receiver import KVReceiver, Received
-from kv_transfer.ends.sender import KVSender, Sent
+from kv_transfer.receiver import KVReceiver, Received
+from kv_transfer.sender import KVSender, Sent
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from tests.effort import few
 from tests.faults.proxy import PIECE_BYTES, End, Fault, Proxy, close

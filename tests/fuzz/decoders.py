@@ -19,8 +19,9 @@ from starlette.exceptions import HTTPException
 from coordinator.api.authentication import BearerSecrets
 from coordinator.api.http.anthropic_messages import MessagesCall
 from coordinator.api.http.body import MAX_BODY_BYTES, gunzipped, json_object
-from coordinator.api.http.fields import RequestModel
-from coordinator.api.http.models import (
+from coordinator.api.http.field_types import RequestModel
+from coordinator.api.http.openai_responses import ResponsesCall
+from coordinator.api.http.request_models import (
     BatchRequest,
     ChatRequest,
     CompletionRequest,
@@ -30,7 +31,6 @@ from coordinator.api.http.models import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from coordinator.api.http.openai_responses import ResponsesCall
 from coordinator.api.http.requests import (
     embed_requests,
     parse_batch,

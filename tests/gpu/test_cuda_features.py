@@ -11,8 +11,8 @@ import torch
 from engine.build import build_engine
 from engine.cache.kv_pool import PagedKVPool
 from engine.cache.tier_store import TierStore
-from kv_transfer.ends.receiver import KVReceiver, Received
-from kv_transfer.ends.sender import KVSender, Sent
+from kv_transfer.receiver import KVReceiver, Received
+from kv_transfer.sender import KVSender, Sent
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout, Widths

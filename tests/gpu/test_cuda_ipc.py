@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
 from kv_transfer.packing import pack, unpack
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.results import TransferError
+from kv_transfer.sender import KVSender, Sent, TransferFailed
 from kv_transfer.transports import dist_stream
 from kv_transfer.transports.cuda_ipc import (
     AREA_BYTES,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
-from kv_transfer.ends.receiver import KVReceiver, Received
-from kv_transfer.ends.sender import KVSender, Sent
+from kv_transfer.receiver import KVReceiver, Received
+from kv_transfer.sender import KVSender, Sent
 from kv_transfer.transports.tensor_payload import TensorPayload, TensorStore, device_checksum
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from serving_core.layout import KVLayout

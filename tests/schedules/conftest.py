@@ -12,7 +12,7 @@ import kv_transfer.descriptor
 import serving_node.link
 import serving_node.ranks.follower
 import serving_node.runner
-import serving_node.stepping
+import serving_node.step_loop
 from tests.schedules.streams import Channel
 
 
@@ -22,7 +22,7 @@ def simulated(monkeypatch):
     for module in (
         coordinator.dispatcher,
         serving_node.runner,
-        serving_node.stepping,
+        serving_node.step_loop,
         serving_node.link,
         engine.stepper,
     ):

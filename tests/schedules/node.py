@@ -9,8 +9,8 @@ from itertools import chain
 from types import SimpleNamespace
 
 from engine.engine import StepClock
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
 from serving_core.layout import KVLayout
 from serving_core.node.costs import StepRates
 from serving_core.node.prefix import numerics_of

@@ -11,7 +11,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from coordinator.api.http import sse
 from coordinator.api.http.errors import error_object, renamed
-from coordinator.api.http.models import ChatRequest, Generating
+from coordinator.api.http.request_models import ChatRequest, Generating
 from coordinator.api.http.requests import ParsedRequest, parse_chat
 from coordinator.text.answer_format import PLAIN, AnswerFormat
 from coordinator.text.calls.reader import Kind

@@ -26,7 +26,7 @@ from coordinator.api.http.api_adapters import ApiAdapter, Translation
 from coordinator.api.http.body import read_json
 from coordinator.api.http.embeddings import FLOAT, check_size, embed_all, response_body
 from coordinator.api.http.errors import ANTHROPIC_PATH, on_http_exception, on_request_error, renamed
-from coordinator.api.http.fields import RequestModel
+from coordinator.api.http.field_types import RequestModel
 from coordinator.api.http.generating import GenerationApp, unless_gone
 from coordinator.api.http.middleware import (
     DOCS_PATH,
@@ -37,7 +37,9 @@ from coordinator.api.http.middleware import (
     Counting,
     request_id_for,
 )
-from coordinator.api.http.models import (
+from coordinator.api.http.openai_responses import ResponsesCall
+from coordinator.api.http.page import Page
+from coordinator.api.http.request_models import (
     ENDPOINTS,
     BatchRequest,
     ChatRequest,
@@ -49,8 +51,6 @@ from coordinator.api.http.models import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from coordinator.api.http.openai_responses import ResponsesCall
-from coordinator.api.http.page import Page
 from coordinator.api.http.requests import (
     CHAT_NAMES,
     ParsedRequest,

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from coordinator.api.http.fields import shown
+from coordinator.api.http.field_types import shown
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM, MALFORMED_REQUEST
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from coordinator.api.http import sse
 from coordinator.api.http.api_adapters import ChatBody, Object, Translation, content_of, num_cached
 from coordinator.api.http.errors import error_object
-from coordinator.api.http.models import (
+from coordinator.api.http.request_models import (
     ASSISTANT,
     LOGPROBS,
     FunctionCallItem,

@@ -9,8 +9,8 @@ from typing import Any, Final
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
-from coordinator.api.http.fields import RequestModel
-from coordinator.api.http.models import ENDPOINTS, MessagesRequest
+from coordinator.api.http.field_types import RequestModel
+from coordinator.api.http.request_models import ENDPOINTS, MessagesRequest
 
 _BODIES: Final[dict[str, type[RequestModel]]] = {**ENDPOINTS, "/v1/messages/count_tokens": MessagesRequest}
 _PLACE: Final = "#/components/schemas/"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from coordinator.api.http.models import (
+from coordinator.api.http.request_models import (
     AssistantMessage,
     BatchRequest,
     ChatFields,

@@ -22,7 +22,7 @@ from coordinator.api.http.logprobs import (
     prompt_logprobs,
 )
 from coordinator.api.http.messages import Delta, Deltas, Message
-from coordinator.api.http.models import ASSISTANT
+from coordinator.api.http.request_models import ASSISTANT
 from coordinator.api.http.requests import ParsedRequest
 from coordinator.api.validation import skips_special_tokens
 from coordinator.control.instructions import FINISH_REASONS

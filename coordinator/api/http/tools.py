@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from coordinator.api.http.fields import shown
-from coordinator.api.http.models import ChatFields, Function, NamedTool, Tool
+from coordinator.api.http.field_types import shown
+from coordinator.api.http.request_models import ChatFields, Function, NamedTool, Tool
 from coordinator.api.validation import bad
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.calls.json_calls import ListReader, NamedReader

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from coordinator.api.http import tools
 from coordinator.api.http.body import MAX_VALUES
-from coordinator.api.http.models import (
+from coordinator.api.http.openai_responses import ResponsesCall
+from coordinator.api.http.request_models import (
     MAX_ARGUMENTS_CHARS,
     MAX_CONVERSATIONS,
     MAX_TEMPLATE_KWARGS,
@@ -20,7 +21,6 @@ from coordinator.api.http.models import (
     TokenizeRequest,
     Tool,
 )
-from coordinator.api.http.openai_responses import ResponsesCall
 from coordinator.api.http.requests import parse_batch, parse_chat, parse_tokenize
 from coordinator.api.http.tools import MAX_DEPTH, Offer, calls_schema, parsed
 from coordinator.api.validation import MAX_CONSTRAINT_CHARS

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.api.http.embeddings import MAX_AT_ONCE, MAX_NUMBERS
-from coordinator.api.http.models import MAX_INPUTS, EmbeddingsRequest
+from coordinator.api.http.request_models import MAX_INPUTS, EmbeddingsRequest
 from coordinator.api.preprocess import pooling_of
 from protos.inference_pb2 import AbortRequest, EmbedRequest
 from serving_core.errors import RequestError

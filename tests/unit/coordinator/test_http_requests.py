@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.api.http.body import MAX_STRINGS, MAX_VALUES, json_object
-from coordinator.api.http.models import MAX_PROMPTS, ChatRequest, CompletionRequest, EmbeddingsRequest
+from coordinator.api.http.request_models import MAX_PROMPTS, ChatRequest, CompletionRequest, EmbeddingsRequest
 from coordinator.api.http.requests import (
     CHAT_NAMES,
     COMPLETION_NAMES,

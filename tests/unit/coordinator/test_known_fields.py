@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from coordinator.api.http.anthropic_messages import MessagesCall
 from coordinator.api.http.app import Endpoints
-from coordinator.api.http.fields import Ignored, Refused
-from coordinator.api.http.models import (
+from coordinator.api.http.field_types import Ignored, Refused
+from coordinator.api.http.openai_responses import ResponsesCall
+from coordinator.api.http.openapi import document, page
+from coordinator.api.http.request_models import (
     ENDPOINTS,
     BatchRequest,
     ChatRequest,
@@ -23,8 +25,6 @@ from coordinator.api.http.models import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from coordinator.api.http.openai_responses import ResponsesCall
-from coordinator.api.http.openapi import document, page
 from coordinator.api.http.requests import embed_requests, parse_batch, parse_chat, parse_completion, parse_tokenize
 from serving_core.errors import RequestError
 from tests import field_table

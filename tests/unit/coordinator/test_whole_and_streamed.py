@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.api.http.anthropic_messages import MessagesCall
-from coordinator.api.http.models import ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest
 from coordinator.api.http.openai_responses import LOGPROBS, ResponsesCall
+from coordinator.api.http.request_models import ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest
 from coordinator.api.http.requests import parse_chat, parse_completion
 from coordinator.api.http.responses import ChatFormatter, CompletionFormatter, Envelope, Usage
 from coordinator.text.answer_format import AnswerFormat

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from decode_node.batch import STRETCH, slots_in_time
+from decode_node.scheduler import STRETCH, slots_in_time
 from serving_core.node.requests import RequestState
 from serving_core.slo import Due
 from tests.unit.serving_node.node_requests_kit import House

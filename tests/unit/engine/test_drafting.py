@@ -13,7 +13,7 @@ from serving_core.node.costs import StepCosts, StepRates
 from serving_core.requests import DraftWork, Request, SamplingParams, Share
 from serving_core.settings import EngineSettings
 from serving_core.shapes import BOTH, preset
-from serving_node.logic import Limits, NodeLogic
+from serving_node.scheduler import Limits, NodeScheduler
 from tests.tiny_models import write_fake_model, write_tiny_model
 from tests.unit.engine.test_acceptance import BLOCK_SIZE, SAMPLINGS
 
@@ -28,7 +28,7 @@ def read(engine, prompts, samplings, *, num_blocks, drafter=None):
     """What each prompt is answered by a node with so many blocks, with its logprobs, and its logic. The draft model
     takes no time: it is asked whenever it may be."""
     model = drafter and DraftModel(drafter.engine.num_blocks, BLOCK_SIZE, drafter.engine.max_model_len, 0.0)
-    logic = NodeLogic(
+    logic = NodeScheduler(
         BlockAllocator(num_blocks, caching=False),
         engine.layout,
         Limits(BUDGET, SLOTS, 100, 1e9, 1e9, 4 if drafter else 0, model),

@@ -7,9 +7,9 @@ import torch
 
 from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.descriptor import TransferDescriptor
-from kv_transfer.ends.receiver import KVReceiver, Received, TransferFailed
-from kv_transfer.ends.sender import KVSender, Sent
 from kv_transfer.plan import Grid, holdings, plan_nodes
+from kv_transfer.receiver import KVReceiver, Received, TransferFailed
+from kv_transfer.sender import KVSender, Sent
 from serving_core import reasons
 from serving_core.layout import KVLayout
 from tests.unit.engine.some_heads import caches_of

@@ -2,8 +2,8 @@
 
 import sys
 
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from serving_core.net.descriptors import Spares
 from tests.unit.kv_transfer.transfer_kit import LAYOUT, PATIENCE_S, ByteStore, check_arrived, run, transfer

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.descriptor import TransferDescriptor
-from kv_transfer.ends.receiver import KVReceiver, ReceivingChannel
-from kv_transfer.ends.sender import KVSender
+from kv_transfer.receiver import KVReceiver, ReceivingChannel
 from kv_transfer.results import Received, Sent, TransferError, TransferFailed, combined
+from kv_transfer.sender import KVSender
 from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.wire import Abort, Data, Finish, decode
 from serving_core import reasons

@@ -9,8 +9,8 @@ import uvloop
 
 from engine.cache.kv_pool import PagedKVPool
 from kv_transfer import payload
-from kv_transfer.ends.receiver import KVReceiver, Received
-from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
+from kv_transfer.receiver import KVReceiver, Received
+from kv_transfer.sender import KVSender, Sent, TransferFailed
 from serving_core.layout import KVLayout
 from tests.effort import few, pairwise
 from tests.unit.kv_transfer.fabric_kinds import FABRIC_KINDS

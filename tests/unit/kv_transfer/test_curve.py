@@ -8,9 +8,9 @@ import pytest
 import zmq
 
 from kv_transfer import wire
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender, TransferFailed
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.results import TransferError
+from kv_transfer.sender import KVSender, TransferFailed
 from kv_transfer.transports import curve
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener

@@ -6,9 +6,9 @@ import random
 import pytest
 
 from kv_transfer import payload
-from kv_transfer.ends.receiver import KVReceiver, Received
-from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
+from kv_transfer.receiver import KVReceiver, Received
 from kv_transfer.results import TransferError
+from kv_transfer.sender import KVSender, Sent, TransferFailed
 from kv_transfer.sessions.sender_session import MAX_ROUNDS
 from kv_transfer.transports import zmq_connection
 from kv_transfer.wire import Abort, Data, Finish, decode

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kv_transfer.descriptor import TransferDescriptor
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender, Sent, TransferFailed
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender, Sent, TransferFailed
 from kv_transfer.transports import dist_stream, zmq_connection
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from tests import forked

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
 from kv_transfer.shared_memory import lending
 from kv_transfer.shared_memory.area import HEAD_BYTES, NONCE_BYTES, WrittenArea
 from kv_transfer.shared_memory.lending import NUM_SLOTS, Borrower, Lender, Loan

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import zmq
 
+from kv_transfer import receiver as receiver_module
+from kv_transfer import receiver as receiving
+from kv_transfer import sender as sender_module
 from kv_transfer import wire
 from kv_transfer.descriptor import ChannelEnd
-from kv_transfer.ends import receiver as receiver_module
-from kv_transfer.ends import receiver as receiving
-from kv_transfer.ends import sender as sender_module
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender, Sent
 from kv_transfer.payload import HOST
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.results import TransferError
+from kv_transfer.sender import KVSender, Sent
 from kv_transfer.transports import zmq as zmq_transport
 from kv_transfer.transports.connection_key import show_key
 from kv_transfer.transports.zmq import ZmqListener

@@ -12,9 +12,9 @@ import pytest
 import torch
 import uvloop
 
-from kv_transfer.ends.receiver import KVReceiver, Received
-from kv_transfer.ends.sender import KVSender, Sent
+from kv_transfer.receiver import KVReceiver, Received
 from kv_transfer.results import TransferError
+from kv_transfer.sender import KVSender, Sent
 from kv_transfer.transports import torch_dist
 from kv_transfer.transports.dist_stream import DistAddress, pack_key, pack_sizes, unpack_key, unpack_message
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener

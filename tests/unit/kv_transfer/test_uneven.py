@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.descriptor import Channel
-from kv_transfer.ends.receiver import KVReceiver, Received, ReceivingChannel
-from kv_transfer.ends.sender import KVSender, SendingChannel, Sent
+from kv_transfer.receiver import KVReceiver, Received, ReceivingChannel
 from kv_transfer.results import TransferError
+from kv_transfer.sender import KVSender, SendingChannel, Sent
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from kv_transfer.wire import decode, encode
 from serving_core.layout import KVLayout, Widths

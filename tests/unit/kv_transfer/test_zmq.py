@@ -9,9 +9,9 @@ import psutil
 import pytest
 import zmq
 
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.results import TransferError
+from kv_transfer.sender import KVSender
 from kv_transfer.transports import zmq as zmq_transport
 from kv_transfer.transports.connection_key import show_key
 from kv_transfer.transports.curve import Keyring

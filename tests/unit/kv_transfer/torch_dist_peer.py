@@ -10,8 +10,8 @@ import sys
 
 import torch
 
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from tests.unit.kv_transfer.torch_dist_kit import tensor_store
 from tests.unit.kv_transfer.transfer_kit import BIG_LAYOUT, BIG_NUM_BLOCKS, PATIENCE_S, grant, until

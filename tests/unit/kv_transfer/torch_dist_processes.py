@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 
-from kv_transfer.ends.receiver import KVReceiver
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.transports.torch_dist import TorchDistListener
 from tests.unit.kv_transfer import transfer_kit
 from tests.unit.kv_transfer.torch_dist_kit import tensor_store

@@ -14,8 +14,8 @@ from functools import partial
 import zmq
 
 from kv_transfer.descriptor import ChannelEnd, TransferDescriptor
-from kv_transfer.ends.receiver import KVReceiver, Received
-from kv_transfer.ends.sender import KVSender, Sent
+from kv_transfer.receiver import KVReceiver, Received
+from kv_transfer.sender import KVSender, Sent
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener

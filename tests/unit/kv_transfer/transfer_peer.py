@@ -8,8 +8,8 @@ import asyncio
 import sys
 
 from kv_transfer.descriptor import TransferDescriptor
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from tests.unit.kv_transfer.transfer_kit import BIG_LAYOUT, BIG_NUM_BLOCKS, PATIENCE_S, ByteStore, Fabric, grant
 

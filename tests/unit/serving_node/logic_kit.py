@@ -29,7 +29,7 @@ from serving_node.decisions import (
     Spill,
 )
 from serving_node.kv_offload import NO_OFFLOAD
-from serving_node.logic import Limits, NodeLogic
+from serving_node.scheduler import Limits, NodeScheduler
 from serving_node.worker import Worker
 from tests.toy_kv import FINGERPRINT, HERE, NUM_TOKEN_IDS, ToyKV, answer_of
 
@@ -114,7 +114,7 @@ class Node(Ports):
         self.rates = StepRates()
         self.kv = ToyKV(num_blocks, BLOCK_SIZE, numerics, is_batch_invariant=is_batch_invariant)
         self.budget = budget
-        self.logic = NodeLogic(
+        self.logic = NodeScheduler(
             self.allocator,
             LAYOUT,
             Limits(

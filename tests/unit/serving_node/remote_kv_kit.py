@@ -11,7 +11,7 @@ from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.shapes import preset
 from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RecallRemoteKV
 from serving_node.distributed_kv.source import RETRY_S
-from serving_node.logic import Limits, NodeLogic
+from serving_node.scheduler import Limits, NodeScheduler
 from serving_node.worker import Worker
 from tests.toy_kv import FINGERPRINT, HERE
 from tests.unit.serving_node.logic_kit import LAYOUT, Ports, prompt_of
@@ -38,7 +38,7 @@ class LongNode(Ports):
     def __init__(self, num_slots=8, tile=TILE, num_blocks=8):
         self.allocator, self.now = BlockAllocator(num_blocks), 0.0
         self.kv = {}  # by block and place in it: which token, behind which others
-        self.logic = NodeLogic(
+        self.logic = NodeScheduler(
             self.allocator,
             LAYOUT,
             Limits(16, num_slots, 100, 30.0, 60.0, tile_tokens=tile),

@@ -8,8 +8,8 @@ from functools import partial
 
 from engine.build import build_engine
 from engine.cache.tier_store import TierStore
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
 from kv_transfer.transports.loopback import LoopbackNetwork
 from protos import convert, fleet_pb2
 from serving_core.node.costs import StepRates

@@ -8,7 +8,7 @@ from serving_core.node.costs import StepCosts, StepLoad, StepRates, StepWeights
 from serving_core.node.requests import RequestState
 from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.shapes import preset
-from serving_node.logic import Limits, NodeLogic
+from serving_node.scheduler import Limits, NodeScheduler
 from serving_node.worker import Worker
 from tests.toy_kv import FINGERPRINT, HERE
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, LAYOUT, Ports
@@ -66,7 +66,7 @@ class Clocked(Ports):
         self.weights, self.noise = true_weights, noise
         self.now = 0.0
         self.asked = []
-        self.logic = NodeLogic(
+        self.logic = NodeScheduler(
             BlockAllocator(100_000, caching=False),
             LAYOUT,
             Limits(BUDGET, slots, 1000, 30.0, 60.0),

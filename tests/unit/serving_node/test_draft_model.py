@@ -14,7 +14,7 @@ from serving_core.flags import build
 from serving_core.node.needs import needs_of
 from serving_node.draft_model import check_draft_model
 from serving_node.settings import NodeSettings
-from serving_node.stepping import propose
+from serving_node.step_loop import propose
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_llama
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import Node, prompt_of

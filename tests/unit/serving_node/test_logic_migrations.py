@@ -5,7 +5,7 @@ import pytest
 from protos import convert
 from serving_core import reasons
 from serving_core.node.requests import RequestState
-from serving_node import transfers
+from serving_node import migration
 from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
 
@@ -100,7 +100,7 @@ def test_one_that_has_all_the_granted_blocks_full_stops_at_once():
 
 
 def test_it_stops_before_its_tail_is_too_long(monkeypatch):
-    monkeypatch.setattr(transfers, "MAX_TAIL_TOKENS", 6)
+    monkeypatch.setattr(migration, "MAX_TAIL_TOKENS", 6)
     node, request = writes()
     node.migrate(request)
     assert len(node.steps()) == 5

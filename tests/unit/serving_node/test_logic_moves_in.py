@@ -6,7 +6,7 @@ from kv_transfer.wire import MAX_TAIL_BYTES
 from protos import convert, fleet_pb2
 from serving_core import reasons
 from serving_core.node.prefix import CHUNK
-from serving_node.transfers import MAX_TAIL_TOKENS
+from serving_node.migration import MAX_TAIL_TOKENS
 from tests.toy_kv import ELSEWHERE
 from tests.unit.serving_node.logic_kit import Node, prompt_of
 from tests.unit.serving_node.test_logic_migrations import ANSWER, PROMPT, node_request

@@ -9,9 +9,9 @@ import pytest
 
 from engine.stepper import Stepper
 from kv_transfer.descriptor import TransferDescriptor
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.results import Received, Sent, TransferFailed
+from kv_transfer.sender import KVSender
 from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener

@@ -6,12 +6,12 @@ import pytest
 
 from engine.offload.layers_on_disk import WeightsLost
 from engine.stepper import MOST_FAILED_STEPS, Stepper
-from kv_transfer.ends.receiver import KVReceiver
-from kv_transfer.ends.sender import KVSender
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.errors import SettingsError
-from serving_node import stepping
+from serving_node import step_loop
 from serving_node.ranks.follower import Follower
 from serving_node.ranks.leading import Followers
 from serving_node.ranks.transfers import FollowerTransfers
@@ -211,7 +211,7 @@ async def fail_a_step(node, error):
 
 async def test_a_node_that_can_compute_nothing_any_more_ends(tmp_path, monkeypatch):
     last_words = []
-    monkeypatch.setattr(stepping, "end_at_once", last_words.append)
+    monkeypatch.setattr(step_loop, "end_at_once", last_words.append)
     async with running(tmp_path, gated=True) as node:
         await fail_a_step(node, WeightsLost("weights cannot be read from /d: EIO"))
     assert last_words == ["this node can compute nothing any more and ends: weights cannot be read from /d: EIO"]
@@ -220,7 +220,7 @@ async def test_a_node_that_can_compute_nothing_any_more_ends(tmp_path, monkeypat
 async def test_a_node_whose_steps_all_fail_ends(tmp_path, monkeypatch):
     """But not one of which a good step came between."""
     last_words = []
-    monkeypatch.setattr(stepping, "end_at_once", last_words.append)
+    monkeypatch.setattr(step_loop, "end_at_once", last_words.append)
     async with running(tmp_path) as node:
         errors = [*[ValueError("odd")] * (MOST_FAILED_STEPS - 1), None, *[ValueError("bad")] * MOST_FAILED_STEPS]
         for number, error in enumerate(errors):

@@ -117,7 +117,7 @@ async def test_a_step_that_fails_behind_another_fails_its_answers_alone(tmp_path
 async def test_steps_that_are_over_hold_no_memory(tmp_path, monkeypatch):
     """Without the collector, which does not see how much tensors hold."""
     steps = weakref.WeakSet()
-    monkeypatch.setattr("serving_node.stepping.NextStep", lambda *args, **more: _noted(steps, NextStep(*args, **more)))
+    monkeypatch.setattr("serving_node.step_loop.NextStep", lambda *args, **more: _noted(steps, NextStep(*args, **more)))
     async with running(tmp_path, max_num_seqs=4, max_num_batched_tokens=64) as node:
         node.engine.let_the_loop_look_ahead()
         gc.collect()

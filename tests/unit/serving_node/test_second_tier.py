@@ -13,7 +13,7 @@ from kv_transfer.distributed_kv.wire import Asker
 from serving_core.node.costs import StepCosts
 from serving_core.node.requests import RequestState
 from serving_core.node.tiers import TierRates
-from serving_node import kv_offload, logic
+from serving_node import kv_offload, scheduler
 from serving_node.kv_offload import LOAD_DEADLINE_S, KVOffload, OffloadPlan
 from tests.effort import few
 from tests.toy_kv import answer_of
@@ -169,7 +169,7 @@ def made(monkeypatch):
 
         return make
 
-    monkeypatch.setattr(logic, "KVOffload", noted(KVOffload, tiers))
+    monkeypatch.setattr(scheduler, "KVOffload", noted(KVOffload, tiers))
     monkeypatch.setattr(kv_offload, "TierRates", noted(TierRates, rates))
     return SimpleNamespace(tiers=tiers, rates=rates)
 

@@ -11,7 +11,7 @@ import pytest
 
 from protos import inference_pb2
 from serving_core.node.costs import StepCosts, StepLoad
-from serving_node import stepping, watchdog
+from serving_node import step_loop, watchdog
 from serving_node.link import FleetLink, LinkSettings
 from serving_node.ranks.leading import LOST_EXIT_CODE
 from serving_node.watchdog import LEAST_S, MARGIN, UNKNOWN_S, StuckForGood, check_hope, why_stuck
@@ -92,14 +92,14 @@ def test_before_the_first_step_nothing_is_known():
 @pytest.fixture
 def short_pause(monkeypatch):
     """Shorten the pause of a node after a stuck step has ended; return its seconds."""
-    monkeypatch.setattr(stepping, "FIRST_PAUSE_S", 0.2)
+    monkeypatch.setattr(step_loop, "FIRST_PAUSE_S", 0.2)
     return 0.2
 
 
 @pytest.fixture
 def soon_stuck(monkeypatch):
     """Make steps count as stuck early, for tests that judge no step which goes on."""
-    for module in (watchdog, stepping):
+    for module in (watchdog, step_loop):
         monkeypatch.setattr(module, "LEAST_S", 0.3)
 
 

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Protocol
 
 from kv_transfer.descriptor import Channel, TransferDescriptor
-from kv_transfer.ends.receiver import Alarm
 from kv_transfer.payload import Buffer, KVStore, blocks_per_message
 from kv_transfer.plan import Grid
+from kv_transfer.receiver import Alarm
 from kv_transfer.results import Sent, TransferError, TransferFailed, combined
 from kv_transfer.sessions.sender_session import (
     CANCELLED,

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decode_node.batch import DecodeScheduler, next_step
 from decode_node.preallocation import Preallocation
 from decode_node.preemption import Preemption
+from decode_node.scheduler import DecodeScheduler, next_step
 from decode_node.speculation import DraftModel, Speculation
 from kv_transfer.distributed_kv.wire import Asker
 from kv_transfer.results import Received, Sent, TransferFailed
@@ -31,6 +31,7 @@ from serving_node.decisions import CompileGrammar, Decision, SendHeartbeat
 from serving_node.distributed_kv.source import DistributedKV, Opened
 from serving_node.endings import Endings
 from serving_node.kv_offload import NO_OFFLOAD, KVOffload, OffloadPlan
+from serving_node.migration import Migrations
 from serving_node.outputs import CacheReport, Outputs, StepCounts
 from serving_node.peer_fetch import PeerFetch, PeerServe
 from serving_node.sources import KVSource, StepSource
@@ -51,7 +52,7 @@ class Limits:
     tile_tokens: int = 0  # granularity of distributed KV; 0: none
 
 
-class NodeLogic:
+class NodeScheduler:
     """Decide for the requests of one node. Methods that change state leave their decisions in `take_decisions`."""
 
     def __init__(
@@ -119,6 +120,7 @@ class NodeLogic:
         self._outgoing = OutgoingTransfers(
             node_requests, leases, endings, transfers, descriptor_timeout_s=limits.descriptor_timeout_s
         )
+        self._migrations = Migrations(node_requests, leases, endings, transfers, self._outgoing)
         self._preemption = preemption = Preemption(node_requests, leases, self._incoming.revoke)
         self._decode = DecodeScheduler(node_requests, leases, preemption, fit)
         num_drafted = limits.num_speculative_tokens if is_batch_invariant else 0
@@ -262,9 +264,9 @@ class NodeLogic:
             case "deliver":
                 self._outgoing.deliver(command.deliver)
             case "migrate":
-                self._outgoing.migrate(command.migrate)
+                self._migrations.migrate(command.migrate)
             case "keep":
-                self._outgoing.keep(command.keep)
+                self._migrations.keep(command.keep)
             case "send_prefix":
                 self._peer_serve.send_prefix(command.send_prefix, self._admission.num_blocks_wanted(), now)
             case "begun":
@@ -474,7 +476,7 @@ class NodeLogic:
             if taken and (taken[-1].embedding or taken[-1].error is not None):
                 self._outputs.end_without_token(node_request, taken[-1], now)
             elif taken and node_request.outgoing is not None:
-                self._outgoing.note_decoded(node_request)
+                self._migrations.note_decoded(node_request)
         self._settle_step(node_requests)
 
     def _tell_progress(self, node_requests: Sequence[NodeRequest]) -> None:

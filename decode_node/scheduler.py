@@ -95,9 +95,9 @@ class DecodeScheduler:
 def next_step(works: Sequence[Work], node_requests: NodeRequests, leases: Leases) -> list[Work]:
     """Return the decode step behind the running one, with its blocks; the running step's tokens are not known yet.
 
-    Async scheduling: the engine builds that step while the running one computes. `NodeLogic.plan` would return the same
-    step if the running one ends no sequence and no event comes. Otherwise the built step never begins, and nothing must
-    be undone except a block that a sequence may have got one step early.
+    Async scheduling: the engine builds that step while the running one computes. `NodeScheduler.plan` would return the
+    same step if the running one ends no sequence and no event comes. Otherwise the built step never begins, and nothing
+    must be undone except a block that a sequence may have got one step early.
 
     The list is empty if the running step is not a decode step of all sequences, if another request could be part of the
     next one, if a sequence is at its last token or may have blocks on other nodes, or if blocks are short.

@@ -2,8 +2,8 @@
 
 import pytest
 
-from decode_node.batch import DecodeScheduler
 from decode_node.preemption import MAX_EVICTIONS, Preemption
+from decode_node.scheduler import DecodeScheduler
 from serving_core.node.requests import RequestState
 from tests.unit.serving_node.node_requests_kit import House
 

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from coordinator.api.http.body import check_num_values
-from coordinator.api.http.fields import (
+from coordinator.api.http.field_types import (
     LIST,
     OBJECT,
     TEXT,
