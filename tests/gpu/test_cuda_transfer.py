@@ -52,7 +52,7 @@ def test_frames_are_gathered_and_cut_on_the_device():
     whole = torch.cat(views)
     assert all(frame.is_cuda for frame in frames)
     assert torch.equal(torch.cat(frames), whole)
-    pieces = payload.cut(frames, [4 * LAYOUT.cache.num_bytes, 6 * LAYOUT.cache.num_bytes])
+    pieces = payload.cut(frames, [4 * LAYOUT.cache_shape.num_bytes, 6 * LAYOUT.cache_shape.num_bytes])
     assert torch.equal(torch.cat(pieces), whole)
 
 

@@ -176,7 +176,7 @@ class FlipOnce(FaultyDialer):
         if len(parts) == 1:
             return parts
         flipped = bytearray(parts[1])
-        flipped[LAYOUT.cache.num_bytes] ^= 1
+        flipped[LAYOUT.cache_shape.num_bytes] ^= 1
         return [parts[0], memoryview(flipped)]
 
 
@@ -187,7 +187,7 @@ def test_blocks_that_change_on_their_way_are_counted_and_sent_again(fabric):
         async with pair(fabric, source, target, wrap=FlipOnce) as (sender, receiver):
             check_arrived(source, range(4), target, range(4), await transfer(sender, receiver, range(4), range(4)))
             assert receiver.num_corrupt_blocks == 4, "a layer's blocks share a checksum, other layers' do not"
-            assert sender.num_bytes == 4 * LAYOUT.block_bytes + 2 * 4 * LAYOUT.cache.num_bytes
+            assert sender.num_bytes == 4 * LAYOUT.block_bytes + 2 * 4 * LAYOUT.cache_shape.num_bytes
             assert receiver.num_bytes == 4 * LAYOUT.block_bytes
 
     run(scenario())

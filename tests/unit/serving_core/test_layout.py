@@ -33,7 +33,7 @@ def test_the_heads_of_all_ranks_add_up_to_the_whole(dtype):
     whole = KVLayout.uniform(5, 8, 32, 16, dtype)
     assert whole.with_heads(8) == whole
     shares = [whole.with_heads(num_heads) for num_heads in (1, 2, 5)]
-    assert sum(share.cache.num_bytes for share in shares) == whole.cache.num_bytes
+    assert sum(share.cache_shape.num_bytes for share in shares) == whole.cache_shape.num_bytes
     assert {(share.num_layers, share.head_dim, share.block_size, share.dtype) for share in shares} == {
         (5, 32, 16, dtype)
     }

@@ -89,7 +89,7 @@ def test_a_pool_is_filled_with_different_bytes_in_every_layer_and_emptied():
     pool = PagedKVPool(LAYOUT, 6, torch.device("cpu"))
     fill(pool, range(6), is_random=True)
     layers = [b"".join(map(bytes, pool.read(layer, range(6)))) for layer in range(2)]
-    assert layers[0] == Random(0).randbytes(6 * 2 * LAYOUT.cache.num_bytes)
+    assert layers[0] == Random(0).randbytes(6 * 2 * LAYOUT.cache_shape.num_bytes)
     assert layers[0] != layers[1]
     fill(pool, [1, 2], is_random=False)
     assert not any(b"".join(map(bytes, pool.read(1, [1, 2]))))
