@@ -17,7 +17,7 @@ from typing import Final
 from serving_core import reasons
 from serving_core.errors import RequestError
 from serving_core.node.leases import Leases
-from serving_core.node.requests import Incoming, NodeRequest, NodeRequests, RequestEvent, RequestState
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestEvent, RequestState, incoming_of
 
 SHARED_BLOCKS: Final = 4  # a request does not wait for fewer shared blocks in transfer
 
@@ -60,13 +60,13 @@ class Preallocation:
     def waits(self, node_request: NodeRequest) -> bool:
         """Return whether a waiting request gets its blocks after another request that brings more of its beginning."""
         if not node_request.is_to_share:
-            incoming = _incoming_of(node_request)
+            incoming = incoming_of(node_request)
             incoming.shares_with = None if incoming.is_alone else self._find_ahead(node_request)
         return node_request.is_to_share
 
     def wait_no_more(self, node_request: NodeRequest, now: float) -> None:
         """Let a request wait for free blocks alone, after the shared blocks took too long."""
-        incoming = _incoming_of(node_request)
+        incoming = incoming_of(node_request)
         incoming.shares_with, incoming.is_alone, incoming.waiting_since_s = None, True, now
 
     def _find_ahead(self, node_request: NodeRequest) -> NodeRequest | None:
@@ -119,12 +119,7 @@ class Preallocation:
         """Release a credit without KV; the request waits again."""
         self._leases.give_back(node_request)
         self._node_requests.apply(node_request, RequestEvent.REVOKED)
-        _incoming_of(node_request).waiting_since_s = now
-
-
-def _incoming_of(node_request: NodeRequest) -> Incoming:
-    assert node_request.incoming is not None
-    return node_request.incoming
+        incoming_of(node_request).waiting_since_s = now
 
 
 def _num_cacheable(node_request: NodeRequest) -> int:
@@ -132,7 +127,7 @@ def _num_cacheable(node_request: NodeRequest) -> int:
 
     The last token of a running sequence is excluded: its node may have no KV of it yet.
     """
-    if _incoming_of(node_request).is_whole:
+    if incoming_of(node_request).is_whole:
         return 0
     return len(node_request.request.token_ids) - (node_request.num_ahead > 0)
 

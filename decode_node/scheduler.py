@@ -11,7 +11,7 @@ from typing import Final
 from decode_node.preemption import Preemption
 from serving_core.node.costs import StepCosts
 from serving_core.node.leases import Leases
-from serving_core.node.requests import NodeRequest, NodeRequests, RequestState
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestState, fit_all
 from serving_core.requests import Work
 
 STRETCH: Final = 1.3  # times the tightest TPOT that a full step may take: some sequences are ahead, some soon end
@@ -40,7 +40,7 @@ class DecodeScheduler:
         node_requests: NodeRequests,
         leases: Leases,
         preemption: Preemption,
-        fit: Callable[[NodeRequest, int], int] = lambda _, num_tokens: num_tokens,
+        fit: Callable[[NodeRequest, int], int] = fit_all,
     ) -> None:
         """Create the scheduler.
 

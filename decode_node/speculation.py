@@ -538,6 +538,7 @@ class Speculation:
         self._node_requests = node_requests
         self._leases = leases
         self._eos_token_ids = frozenset(eos_token_ids)
+        self.is_on: Final = num_draft_tokens > 0  # otherwise the caller asks nothing further
         self._num_draft_tokens = num_draft_tokens
         self._most_rows = min(MOST_ROWS, most_tokens)
         self._gate = Gate()
@@ -549,11 +550,7 @@ class Speculation:
 
     def extend(self, works: list[Work]) -> list[Work]:
         """Return the planned step with draft tokens where they are worth their time."""
-        if (
-            not self._num_draft_tokens
-            or self._node_requests.count(RequestState.PREFILLING)
-            or not self._source.opens(len(works))
-        ):
+        if self._node_requests.count(RequestState.PREFILLING) or not self._source.opens(len(works)):
             return works
         extended, room = [], self._most_rows - len(works)
         for work in works:
@@ -564,12 +561,10 @@ class Speculation:
 
     def may_extend(self, num_answers: int) -> bool:
         """Return whether the step behind a running one of `num_answers` sequences may get draft tokens."""
-        return self._num_draft_tokens > 0 and self._source.may_open(num_answers)
+        return self._source.may_open(num_answers)
 
     def took(self, works: Sequence[Work], nums_given: Sequence[int], step_s: float) -> None:
         """Record a finished decode step that gave `nums_given[i]` tokens to `works[i]`."""
-        if not self._num_draft_tokens:
-            return
         counts, num_proposed, num_accepted = self.counts, 0, 0
         for work, num_given in zip(works, nums_given, strict=True):
             if not work.draft_tokens:

@@ -31,7 +31,7 @@ from serving_core import reasons
 from serving_core.errors import RequestError
 from serving_core.node.costs import StepCosts, StepLoad
 from serving_core.node.leases import Leases
-from serving_core.node.requests import NodeRequest, NodeRequests, RequestEvent, RequestState
+from serving_core.node.requests import NodeRequest, NodeRequests, RequestEvent, RequestState, fit_all
 from serving_core.requests import MEAN, Request, Work
 from serving_core.slo import timely
 
@@ -52,11 +52,6 @@ class _Step:
     works: list[Work] = field(default_factory=list)
 
 
-def all_of_them(_: NodeRequest, num_tokens: int) -> int:
-    """Return `num_tokens`: without distributed KV a started request has blocks for all of its tokens."""
-    return num_tokens
-
-
 class PrefillScheduler:
     """Schedule the prompts of one node."""
 
@@ -67,7 +62,7 @@ class PrefillScheduler:
         costs: StepCosts,
         *,
         max_num_queued: int,
-        fit: Callable[[NodeRequest, int], int] = all_of_them,
+        fit: Callable[[NodeRequest, int], int] = fit_all,
     ) -> None:
         """Create the scheduler.
 

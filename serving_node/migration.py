@@ -29,10 +29,11 @@ from serving_core.node.requests import (
     RequestEvent,
     RequestState,
     drop_outgoing,
+    outgoing_of,
 )
 from serving_node.decisions import CancelTransfer, SendMore
 from serving_node.endings import Endings
-from serving_node.transfers import OutgoingTransfers, Transfer, Transfers, outgoing_of
+from serving_node.transfers import OutgoingTransfers, Transfer, Transfers
 
 MAX_TAIL_TOKENS: Final = 512  # of 5 bytes each at most; leaves room for the numerics ids in a tail
 

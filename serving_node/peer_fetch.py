@@ -1,9 +1,9 @@
 """Fetch blocks from prefix caches of other nodes, and send cached blocks to them (remote prefix fetch). Pure.
 
-The coordinator decides by cost whether a fetch pays, and names the source (`Job.borrow`). A prompt that is about to
-start waits in the queue while its blocks arrive: this node reserves blocks (`Borrow`), the transfer descriptor travels
-by way of the coordinator to the source, and received blocks enter the prefix cache. Then the prompt starts as any
-other; other prompts start meanwhile. Blocks that do not arrive in time are computed. A prompt is offered one fetch.
+The coordinator decides by cost whether a fetch pays, and names the source (`Job.fetch_prefix`). A prompt that is about
+to start waits in the queue while its blocks arrive: this node reserves blocks (`FetchPrefix`), the transfer descriptor
+travels by way of the coordinator to the source, and received blocks enter the prefix cache. Then the prompt starts as
+any other; other prompts start meanwhile. Blocks that do not arrive in time are computed. A prompt is offered one fetch.
 
 At the source the blocks are leased until they are sent, so that no other tokens can take them. Blocks in the host or
 disk tier are read back first.

@@ -14,7 +14,7 @@ from decode_node.scheduler import DecodeScheduler, next_step
 from decode_node.speculation import DraftModel, Speculation
 from kv_transfer.distributed_kv.wire import Asker
 from kv_transfer.results import Received, Sent, TransferFailed
-from prefill_node.scheduler import PrefillScheduler, all_of_them
+from prefill_node.scheduler import PrefillScheduler
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
@@ -22,7 +22,7 @@ from serving_core.layout import KVLayout
 from serving_core.node.blocks import BlockAllocator, BlockLease
 from serving_core.node.costs import StepCosts, StepLoad, StepRates
 from serving_core.node.leases import Leases
-from serving_core.node.requests import Key, NodeRequest, NodeRequests, RequestState
+from serving_core.node.requests import Key, NodeRequest, NodeRequests, RequestState, fit_all
 from serving_core.node.tiers import TierIndex
 from serving_core.requests import Guide, Request, SampledToken, Work, would_end
 from serving_core.shapes import Shape, check_shape, role_of
@@ -86,7 +86,7 @@ class NodeScheduler:
         self.distributed_kv = None
         if limits.tile_tokens:
             self.distributed_kv = DistributedKV(node_requests, leases, allocator, endings, limits.tile_tokens)
-        fit = self.distributed_kv.fit if self.distributed_kv is not None else all_of_them
+        fit = self.distributed_kv.fit if self.distributed_kv is not None else fit_all
         self._prefill = prefill = PrefillScheduler(
             node_requests, leases, costs, max_num_queued=limits.max_num_queued, fit=fit
         )
@@ -124,7 +124,6 @@ class NodeScheduler:
         self._preemption = preemption = Preemption(node_requests, leases, self._incoming.revoke)
         self._decode = DecodeScheduler(node_requests, leases, preemption, fit)
         num_drafted = limits.num_speculative_tokens if is_batch_invariant else 0
-        self._has_drafter = num_drafted > 0
         self.speculation = Speculation(
             node_requests, leases, eos_token_ids, num_drafted, limits.max_num_batched_tokens, limits.draft_model
         )
@@ -380,7 +379,7 @@ class NodeScheduler:
 
         The list is empty if other requests might be part of that step. Its token ids are not known yet.
         """
-        if self._has_drafter and self.speculation.may_extend(len(works)):
+        if self.speculation.is_on and self.speculation.may_extend(len(works)):
             return []
         return next_step(works, self._node_requests, self._leases)
 
@@ -408,7 +407,7 @@ class NodeScheduler:
             works.pop()  # an older prompt must not wait for ever-changing sequences
         works += chunks
         self._outgoing.note_prefilled(self._node_requests.in_state(RequestState.PREFILLING), now)
-        return self.speculation.extend(works) if self._has_drafter else works
+        return self.speculation.extend(works) if self.speculation.is_on else works
 
     def _must_wait(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
         """Return whether a prompt waits for its grammar, or for blocks from KV offload or from another node.
@@ -502,7 +501,7 @@ class NodeScheduler:
         if not has_draft_tokens:
             self._rates.add(load.num_prompt_tokens, load.num_answers, step_s)
             self._prefill.took(load, step_s, now)
-        if self._has_drafter and not load.num_prompt_tokens:
+        if self.speculation.is_on and not load.num_prompt_tokens:
             self.speculation.took(works, nums_given, step_s)
         num_more = sum(nums_given) - len(works) if has_draft_tokens else 0
         self.steps.add(load, step_s, num_more)

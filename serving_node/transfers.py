@@ -22,14 +22,14 @@ from serving_core import reasons
 from serving_core.node.leases import Leases
 from serving_core.node.requests import (
     DecodePlace,
-    Incoming,
     IncomingTransfer,
     NodeRequest,
     NodeRequests,
-    Outgoing,
     RequestEvent,
     RequestState,
     drop_outgoing,
+    incoming_of,
+    outgoing_of,
 )
 from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send
 from serving_node.endings import Endings
@@ -119,12 +119,12 @@ class IncomingTransfers:
     @property
     def wake_at_s(self) -> float | None:
         """Return when the next `tick` is due, or None."""
-        waits = [_incoming_of(each).waiting_since_s for each in self._waiting()]
+        waits = [incoming_of(each).waiting_since_s for each in self._waiting()]
         return min(waits) + self._credit_timeout_s if waits else None
 
     def receive(self, node_request: NodeRequest) -> None:
         """Open a transfer to this node for a request that has credit."""
-        _incoming_of(node_request).transfer = IncomingTransfer()
+        incoming_of(node_request).transfer = IncomingTransfer()
         transfer = Transfer(
             on_granted=partial(self._granted, node_request),
             on_coming=partial(self._coming, node_request),
@@ -140,7 +140,7 @@ class IncomingTransfers:
     def tick(self, now: float) -> None:
         """Fail requests that have waited too long for credit."""
         for node_request in self._waiting():
-            if now < _incoming_of(node_request).waiting_since_s + self._credit_timeout_s:
+            if now < incoming_of(node_request).waiting_since_s + self._credit_timeout_s:
                 continue
             if node_request.is_to_share:
                 self._preallocation.wait_no_more(node_request, now)
@@ -159,12 +159,12 @@ class IncomingTransfers:
             self._endings.report(reserved=fleet_pb2.Reserved(attempt=attempt, descriptor=descriptor))
 
     def _coming(self, node_request: NodeRequest) -> None:
-        transfer = _incoming_of(node_request).transfer
+        transfer = incoming_of(node_request).transfer
         assert transfer is not None
         transfer.has_begun = True
 
     def _received(self, node_request: NodeRequest, result: Received | TransferFailed, now: float) -> None:
-        is_revoked, _incoming_of(node_request).transfer = node_request.is_revoked, None
+        is_revoked, incoming_of(node_request).transfer = node_request.is_revoked, None
         if isinstance(result, Received):
             self._transfers.num_kv_bytes += result.num_bytes
         elif not (is_revoked or node_request.is_ending or result.reason == reasons.TRANSFER_ABORTED):
@@ -306,14 +306,3 @@ class OutgoingTransfers:
         else:
             self._transfers.num_failed += not node_request.is_ending
             self._endings.fail(node_request, result.reason, result.message)
-
-
-def _incoming_of(node_request: NodeRequest) -> Incoming:
-    assert node_request.incoming is not None
-    return node_request.incoming
-
-
-def outgoing_of(node_request: NodeRequest) -> Outgoing:
-    """Return the data of a request whose KV goes to another node."""
-    assert node_request.outgoing is not None
-    return node_request.outgoing

@@ -341,6 +341,23 @@ class NodeRequest:
         return Work(self.request, self.num_computed, num_tokens, block_ids)
 
 
+def incoming_of(node_request: NodeRequest) -> Incoming:
+    """Return the data of a request in WAITING_FOR_BLOCKS or RECEIVING_KV."""
+    assert node_request.incoming is not None
+    return node_request.incoming
+
+
+def outgoing_of(node_request: NodeRequest) -> Outgoing:
+    """Return the data of a request whose KV goes to another node."""
+    assert node_request.outgoing is not None
+    return node_request.outgoing
+
+
+def fit_all(_: NodeRequest, num_tokens: int) -> int:
+    """Return `num_tokens`: without distributed KV a started request has, or gets, blocks for all of its tokens."""
+    return num_tokens
+
+
 # ---- the state machine ----
 
 
