@@ -102,13 +102,10 @@ def next_step(works: Sequence[Work], node_requests: NodeRequests, leases: Leases
     The list is empty if the running step is not a decode step of all sequences, if another request could be part of the
     next one, if a sequence is at its last token or may have blocks on other nodes, or if blocks are short.
     """
-    if len(works) != node_requests.count(RequestState.RUNNING) or not node_requests.is_steady:
-        return []
-    running = [node_requests.of(work.request) for work in works]
-    if not all(each.continues_after(work) for each, work in zip(running, works, strict=True)):
+    if not (running := node_requests.steady(works)):
         return []
     missing = [leases.num_missing(each, each.num_computed + 2) for each in running]
-    if sum(missing) > leases.num_free:
+    if any(missing) and sum(missing) > leases.num_free:
         return []
     for node_request, num_missing in zip(running, missing, strict=True):
         if num_missing:

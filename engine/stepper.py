@@ -19,7 +19,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import torch
 
 from engine.offload.layers_on_disk import WeightsLost
-from serving_core.process.failpoints import reach
+from serving_core.process import failpoints
 from serving_core.requests import OnLayer
 
 OUT_OF_MEMORY: Final = 2  # CUDA error code
@@ -156,7 +156,7 @@ class Stepper(Generic[P, R]):
 
     def _computed(self, loop: asyncio.AbstractEventLoop, step: Step[P, R], on_layer: OnLayer | None) -> R:
         """Compute, in the engine's thread, the step and the steps that follow it; return the result of the last."""
-        reach("step")
+        failpoints.reach("step")
         result = self._compute(step.parts, on_layer)
         while (next_step := step.next_step) is not None and next_step.follows(result):
             now, begun_at = time.monotonic(), self._started_at
@@ -164,7 +164,8 @@ class Stepper(Generic[P, R]):
             self._started_at = now
             tell = _Once(loop, self._followed, step, Stepped(result, now - begun_at, goes_on=True))
             try:
-                reach("step")
+                if failpoints.is_armed:
+                    failpoints.reach("step")
                 result = next_step.compute(result, tell, next_step.wait)
             finally:
                 tell()

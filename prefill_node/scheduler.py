@@ -29,7 +29,7 @@ from typing import Final
 from prefill_node.chunk_budget import ChunkBudget, StepPace, due_s
 from serving_core import reasons
 from serving_core.errors import RequestError
-from serving_core.node.costs import StepCosts, StepLoad
+from serving_core.node.costs import StepCosts
 from serving_core.node.leases import Leases
 from serving_core.node.requests import NodeRequest, NodeRequests, RequestEvent, RequestState, fit_all
 from serving_core.requests import MEAN, Request, Work
@@ -71,7 +71,7 @@ class PrefillScheduler:
         self._fit = fit
         self._node_requests = node_requests
         self._leases = leases
-        self._slack, self._order = ChunkBudget(costs), PromptOrder(costs, self._num_held)
+        self.chunk_budget, self._order = ChunkBudget(costs), PromptOrder(costs, self._num_held)
         self._max_num_queued = max_num_queued
         self.num_prompt_tokens = 0  # of all started prompts
         self.num_cached_tokens = 0  # of `num_prompt_tokens`, taken from the prefix cache
@@ -101,16 +101,17 @@ class PrefillScheduler:
         """Return chunks of at most `budget` tokens in total, within the time that the sequences in `answers` leave.
 
         `start` allocates the blocks of a prompt; if blocks are short, younger prompts without blocks wait too. Prompts
-        for which `may_start` is false are passed over. The caller must call `took` when the step is done.
+        for which `may_start` is false are passed over. The caller must call `chunk_budget.took`
+        when the step is done.
         """
         prompts = [
             each
             for each in self._node_requests.in_state(RequestState.WAITING, RequestState.PREFILLING)
             if not each.is_ending
         ]
-        self._slack.begin(answers, prompts, now)
+        self.chunk_budget.begin(answers, prompts, now)
         step = _Step(budget, least_shared=max(self._leases.block_size, int(budget * SHARED)))
-        for node_request in self._order.of(prompts, now, lambda: self._slack.pace(budget)):
+        for node_request in self._order.of(prompts, now, lambda: self.chunk_budget.pace(budget)):
             if step.budget == 0 or step.num_passable == 0:
                 break
             if node_request.state is RequestState.PREFILLING or self._starts(node_request, step, may_start, start):
@@ -145,15 +146,11 @@ class PrefillScheduler:
         num_asked = min(step.budget, node_request.num_to_compute, step.num_scorable if is_scored else step.budget)
         if node_request.distributed is not None and (num_asked := self._fit(node_request, num_asked)) == 0:
             return
-        num_tokens = self._slack.afford(node_request, num_asked) if num_asked else 0
+        num_tokens = self.chunk_budget.afford(node_request, num_asked) if num_asked else 0
         step.num_scorable -= num_tokens * is_scored
         if num_tokens:
             step.works.append(node_request.work(num_tokens))
         step.budget = step.budget - num_tokens if num_tokens == num_asked else 0
-
-    def took(self, load: StepLoad, step_s: float, now: float) -> None:
-        """Record the load and duration of a step of any kind that ended at `now`."""
-        self._slack.took(load, step_s, now)
 
     def start(self, node_request: NodeRequest, *, num_spare: int) -> bool:
         """Allocate the blocks of a whole prompt if that leaves `num_spare` blocks free. Return whether it did."""
@@ -207,11 +204,6 @@ class PrefillScheduler:
     def take_hopeless(self) -> Sequence[NodeRequest]:
         """Return, once, the prompts that the last plan left out because they must be refused."""
         return self._order.take_hopeless()
-
-    @property
-    def decode_margin(self) -> float:
-        """Return the factor over the expected time that the mean of steps without prompts rarely exceeds."""
-        return self._slack.decode_margin
 
     @property
     def oldest_age(self) -> float:

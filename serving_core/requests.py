@@ -211,9 +211,11 @@ def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> FinishReaso
     return _reason_of(request.sampling, request.token_ids[-1], request.num_output_tokens, eos_token_ids)
 
 
-def would_end(request: Request, token_id: int, eos_token_ids: Sequence[int]) -> bool:
-    """Return whether this token, as the next token of the request, would end its output."""
-    return _reason_of(request.sampling, token_id, request.num_output_tokens + 1, eos_token_ids) is not None
+def would_end(request: Request, sampled: SampledToken, eos_token_ids: Sequence[int]) -> bool:
+    """Return whether this result of the next step would end the output of the request: a last token, or no token."""
+    if not sampled.is_token:
+        return True
+    return _reason_of(request.sampling, sampled.token_id, request.num_output_tokens + 1, eos_token_ids) is not None
 
 
 def _reason_of(

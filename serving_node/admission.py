@@ -97,13 +97,16 @@ class Admission:
         self._preferred: NodeRequest | None = None  # others were preempted for it
         self.reserve = Reserve()  # of blocks for other nodes
 
-    def preallocate(self) -> Iterator[NodeRequest]:
-        """Grant credit in `credit_order`, and yield the requests that get it.
+    def admit(self) -> Iterator[NodeRequest]:
+        """Start kept requests; then give credit in `credit_order`, and yield the requests that get it.
 
         Blocks stay reserved for earlier prompts (the oldest, and preempted ones) and for requests that wait to share
         blocks.
         """
         self._next_without, self._sharers = None, []
+        if not self._node_requests.count(RequestState.WAITING_FOR_BLOCKS, RequestState.PREFILLED):
+            return
+        self.start_kept()
         if not self._node_requests.count(RequestState.WAITING_FOR_BLOCKS):
             return
         if self.num_running() >= self.num_slots and not self._unready():  # however many requests wait

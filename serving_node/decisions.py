@@ -1,6 +1,6 @@
-"""Define the decisions of a node's logic; the runner carries them out in order."""
+"""Define and collect the decisions of a node's logic; the worker carries them out in order."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,3 +145,24 @@ Decision = (
     | RecallRemoteKV
     | CloseRemoteKV
 )
+
+
+class Decisions:
+    """Collect what the logic of one node decides, until the worker takes it."""
+
+    def __init__(self) -> None:
+        self._decided: list[Decision] = []
+        self.decide_first: Callable[[], list[Decision]] | None = None
+        """Returns the decisions that must come before all others of the same `take`."""
+
+    def take(self) -> list[Decision]:
+        """Return the decisions since the last call, in order."""
+        decided, self._decided = self._decided, []
+        return decided if self.decide_first is None else [*self.decide_first(), *decided]
+
+    def add(self, decision: Decision) -> None:
+        self._decided.append(decision)
+
+    def report(self, **event: Any) -> None:
+        """Decide to report one event, by the name of its field in fleet_pb2.NodeEvent."""
+        self._decided.append(Report(event))

@@ -19,8 +19,7 @@ from serving_core.node.leases import Leases
 from serving_core.node.prefix import BlockNames
 from serving_core.node.requests import NodeRequest, Waiting
 from serving_core.node.tiers import TierIndex, TierRates
-from serving_node.decisions import CancelLoad, Decision, Load, Spill
-from serving_node.endings import Endings
+from serving_node.decisions import CancelLoad, Decision, Decisions, Load, Spill
 from serving_node.sources import KVSource
 
 MAX_LOADS: Final = 4  # at a time
@@ -67,7 +66,7 @@ class KVOffload(KVSource):
         leases: Leases,
         prefill: PrefillScheduler,
         costs: StepCosts,
-        endings: Endings,
+        decisions: Decisions,
         block_bytes: int,
     ) -> None:
         """Create the manager of the slots of `plan`, which `index` tracks.
@@ -75,7 +74,7 @@ class KVOffload(KVSource):
         `block_bytes` is the size of one block over all ranks and layers.
         """
         self._index = index
-        self._endings = endings
+        self._decisions = decisions
         self._plan = plan
         self._allocator = allocator
         self._leases = leases
@@ -89,7 +88,7 @@ class KVOffload(KVSource):
         self._copied: frozenset[int] = frozenset()  # slots written by the last copies
         self._told = inference_pb2.TierLoad()
         allocator.on_evict = index.put
-        endings.decide_first = self._spill
+        decisions.decide_first = self._spill
 
     def _spill(self) -> list[Decision]:
         """Return the copies of evicted blocks, which must be carried out before any other decision."""
@@ -200,14 +199,14 @@ class KVOffload(KVSource):
         """Cancel the loads for which this request waits."""
         for load_id, load in list(self._loads.items()):
             if load.node_request is node_request:
-                self._endings.decide(CancelLoad(load_id))
+                self._decisions.add(CancelLoad(load_id))
                 self._end(load_id)
 
     def tick(self, now: float) -> None:
         """Give up loads that have passed their deadline."""
         for load_id, load in list(self._loads.items()):
             if now >= load.started_s + LOAD_DEADLINE_S:
-                self._endings.decide(CancelLoad(load_id))
+                self._decisions.add(CancelLoad(load_id))
                 self._told.num_late += 1
                 self._note_end(load, now, is_measure=True)
                 self._end(load_id)
@@ -250,7 +249,7 @@ class KVOffload(KVSource):
         slots = self._index.slots_of(loaded)
         self._num_loads += 1
         self._loads[self._num_loads] = _Loading(node_request, on_end, lease, names, loaded, slots, computed_s, now)
-        self._endings.decide(Load(self._num_loads, slots, lease.block_ids[-len(loaded) :]))
+        self._decisions.add(Load(self._num_loads, slots, lease.block_ids[-len(loaded) :]))
 
     def _note_end(self, load: _Loading, now: float, *, is_measure: bool) -> None:
         """Record the duration of a load.

@@ -26,7 +26,7 @@ from serving_core.net.descriptors import Spares
 from serving_core.net.failure_detector import AwakeClock, FailureDetector
 from serving_core.net.numbering import MessageLost, Numbering
 from serving_core.net.tls import TlsError, TlsSettings
-from serving_core.process.failpoints import reach
+from serving_core.process import failpoints
 from serving_core.process.telemetry import LogSettings, about
 from serving_core.reasons import NAME_TAKEN
 from serving_core.tasks import first_to_end
@@ -254,15 +254,17 @@ class FleetLink:
     async def _write(self, stream: "_Stream", node: Node) -> None:
         while (event := await self._unsent.get()) is not None:
             event.num_blocks_free = node.num_blocks_free
-            reach("before", event)
+            if failpoints.is_armed:
+                failpoints.reach("before", event)
             await stream.write(event)
             self._unsent.written()
-            reach("after", event)
+            if failpoints.is_armed:
+                failpoints.reach("after", event)
         await stream.all_read()
 
     async def _read(self, stream: "_Stream", node: Node, acks: "_Acks") -> None:
         while (command := await stream.read()) is not grpc.aio.EOF:
-            reach("on", command)
+            failpoints.reach("on", command)
             if command.HasField("heartbeat_ack"):
                 acks.heard()
                 continue

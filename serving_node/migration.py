@@ -32,8 +32,7 @@ from serving_core.node.requests import (
     outgoing_of,
 )
 from serving_node.decisions import CancelTransfer, SendMore
-from serving_node.endings import Endings
-from serving_node.transfers import OutgoingTransfers, Transfer, Transfers
+from serving_node.transfers import Endings, OutgoingTransfers, Transfer, Transfers
 
 MAX_TAIL_TOKENS: Final = 512  # of 5 bytes each at most; leaves room for the numerics ids in a tail
 
@@ -51,7 +50,7 @@ class Migrations:
     ) -> None:
         self._node_requests = node_requests
         self._leases = leases
-        self._endings = endings
+        self._endings, self._decisions = endings, endings.decisions
         self._transfers = transfers
         self._outgoing = outgoing
 
@@ -95,7 +94,7 @@ class Migrations:
             return
         self._freeze_if_due(node_request)
         if node_request.state is RequestState.RUNNING and node_request.num_computed % self._leases.block_size == 0:
-            self._endings.decide(SendMore(node_request.request.epoch, self._leases.final_blocks(node_request)))
+            self._decisions.add(SendMore(node_request.request.epoch, self._leases.final_blocks(node_request)))
 
     def _find(self, attempt: fleet_pb2.Attempt) -> NodeRequest | None:
         """Return the request of an attempt unless it is ending; an unknown attempt is reported as failed."""
@@ -103,7 +102,7 @@ class Migrations:
         if node_request is None:
             message = "the node has nothing of this attempt"
             failed = fleet_pb2.Failed(attempt=attempt, reason=reasons.TRANSFER_FAILED, message=message)
-            self._endings.report(failed=failed)
+            self._decisions.report(failed=failed)
         return None if node_request is None or node_request.is_ending else node_request
 
     def _migration(self, node_request: NodeRequest, descriptor: TransferDescriptor) -> Migration:
@@ -159,14 +158,14 @@ class Migrations:
     def _give_up_migration(self, node_request: NodeRequest) -> None:
         outgoing = node_request.outgoing
         if outgoing is not None and outgoing.migration is not None:
-            self._endings.decide(CancelTransfer(node_request.request.epoch))
+            self._decisions.add(CancelTransfer(node_request.request.epoch))
             outgoing.migration = None
         if node_request.state is RequestState.FROZEN:
             self._node_requests.apply(node_request, RequestEvent.RESUMED)
 
     def _fail_migration(self, node_request: NodeRequest, reason: str, message: str) -> None:
         wire = attempt_of(node_request.request)
-        self._endings.report(migration_failed=fleet_pb2.MigrationFailed(attempt=wire, reason=reason, message=message))
+        self._decisions.report(migration_failed=fleet_pb2.MigrationFailed(attempt=wire, reason=reason, message=message))
 
 
 def _is_behind(node_request: NodeRequest, descriptor: TransferDescriptor) -> bool:

@@ -12,7 +12,7 @@ from serving_core.node.prefix import hint_of
 from serving_core.node.requests import NodeRequest, NodeRequests, RequestEvent, RequestState
 from serving_core.node.tiers import TierIndex
 from serving_core.requests import SampledToken, finish_reason
-from serving_node.endings import Endings
+from serving_node.transfers import Endings
 
 MAX_HINTS: Final = 2**16  # of each kind in one message
 
@@ -83,7 +83,7 @@ class Outputs:
     ) -> None:
         self._node_requests = node_requests
         self._leases = leases
-        self._endings = endings
+        self._endings, self._decisions = endings, endings.decisions
         self._cache_report = cache_report
         self._eos_token_ids = eos_token_ids
 
@@ -128,7 +128,7 @@ class Outputs:
             first_token = self._first_token(node_request, now)
             convert.tell_token(first_token.token, request, token, reason)
             convert.tell_scores(first_token.token, request.scores)
-            self._endings.report(first_token=first_token)
+            self._decisions.report(first_token=first_token)
         elif node_request.ending is None:
             convert.tell_token(step_tokens.tokens.add(), request, token, reason)
         if node_request.only_prefills:

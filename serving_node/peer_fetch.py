@@ -25,8 +25,7 @@ from serving_core.node.blocks import BlockLease
 from serving_core.node.leases import Leases, PrefixFetch
 from serving_core.node.prefix import BlockNames, root_name
 from serving_core.node.requests import NodeRequest, Offer
-from serving_node.decisions import CancelTransfer, FetchPrefix, FinishSend, Send
-from serving_node.endings import Endings
+from serving_node.decisions import CancelTransfer, Decisions, FetchPrefix, FinishSend, Send
 from serving_node.kv_offload import KVOffload
 from serving_node.sources import KVSource
 from serving_node.transfers import Transfer, Transfers
@@ -52,7 +51,7 @@ class PeerFetch(KVSource):
     kind = "remote prefix fetch"
 
     def __init__(
-        self, leases: Leases, prefill: PrefillScheduler, endings: Endings, transfers: Transfers, block_bytes: int
+        self, leases: Leases, prefill: PrefillScheduler, decisions: Decisions, transfers: Transfers, block_bytes: int
     ) -> None:
         """Create an empty tracker.
 
@@ -60,7 +59,7 @@ class PeerFetch(KVSource):
         """
         self._leases = leases
         self._prefill = prefill
-        self._endings = endings
+        self._decisions = decisions
         self._transfers = transfers
         self._block_bytes = block_bytes
         self._under_way: dict[int, _PrefixFetch] = {}  # by epoch
@@ -103,7 +102,7 @@ class PeerFetch(KVSource):
             self._give_up(fetch)
         elif not fetch.is_over:
             wire = attempt_of(fetch.node_request.request)
-            self._endings.report(prefix_fetch_begun=fleet_pb2.PrefixFetchBegun(attempt=wire, descriptor=descriptor))
+            self._decisions.report(prefix_fetch_begun=fleet_pb2.PrefixFetchBegun(attempt=wire, descriptor=descriptor))
 
     def _received(self, fetch: _PrefixFetch, result: Received | TransferFailed, now: float) -> None:
         """Record the end of a fetch: its blocks are not written any more."""
@@ -111,7 +110,7 @@ class PeerFetch(KVSource):
         num_blocks = self._adopt(fetch, result) if isinstance(result, Received) else 0
         fetch.prefix_fetch.lease.release()
         self._let_start(fetch)
-        self._endings.report(
+        self._decisions.report(
             prefix_fetch_ended=fleet_pb2.PrefixFetchEnded(
                 attempt=attempt_of(fetch.node_request.request),
                 num_blocks=num_blocks,
@@ -120,7 +119,7 @@ class PeerFetch(KVSource):
             )
         )
         if fetch.cancelled is not None:
-            self._endings.report(cancelled=fleet_pb2.Cancelled(attempt=fetch.cancelled))
+            self._decisions.report(cancelled=fleet_pb2.Cancelled(attempt=fetch.cancelled))
 
     def cancel_fetch(self, attempt: fleet_pb2.Attempt) -> bool:
         """Cancel a fetch whose source sends nothing. Return False if the attempt is no fetch."""
@@ -147,7 +146,7 @@ class PeerFetch(KVSource):
         self._under_way[offer.epoch] = fetch = _PrefixFetch(node_request, offer, prefix_fetch, now)
         transfer = Transfer(on_granted=partial(self._granted, fetch), on_received=partial(self._received, fetch))
         self._transfers.begin(offer.epoch, transfer)
-        self._endings.decide(FetchPrefix(offer, prefix_fetch.lease.block_ids, prefix_fetch.lease.num_cached))
+        self._decisions.add(FetchPrefix(offer, prefix_fetch.lease.block_ids, prefix_fetch.lease.num_cached))
 
     def _adopt(self, fetch: _PrefixFetch, received: Received) -> int:
         """Put received blocks into the prefix cache, and return their number; 0 if they do not match the fetch."""
@@ -168,7 +167,7 @@ class PeerFetch(KVSource):
         if not fetch.is_over:
             fetch.is_over = True
             self._let_start(fetch)
-            self._endings.decide(CancelTransfer(fetch.offer.epoch))
+            self._decisions.add(CancelTransfer(fetch.offer.epoch))
 
     def _let_start(self, fetch: _PrefixFetch) -> None:
         waiting = fetch.node_request.waiting
@@ -201,14 +200,14 @@ class PeerServe(KVSource):
         self,
         leases: Leases,
         offload: KVOffload | None,
-        endings: Endings,
+        decisions: Decisions,
         transfers: Transfers,
         fingerprint: Mapping[str, str],
     ) -> None:
         """Create an empty tracker. Blocks in `offload` are read back before they are sent."""
         self._leases = leases
         self._offload = offload
-        self._endings = endings
+        self._decisions = decisions
         self._transfers = transfers
         self._fingerprint = fingerprint
         self._awaited: dict[int, _Asked] = {}  # by epoch: waiting for blocks from KV offload
@@ -249,7 +248,7 @@ class PeerServe(KVSource):
         """Give up all fetches: the coordinator is gone."""
         self._awaited.clear()
         for epoch in self._under_way:
-            self._endings.decide(CancelTransfer(epoch))
+            self._decisions.add(CancelTransfer(epoch))
 
     def _asked(self, send_prefix: fleet_pb2.SendPrefix) -> _Asked:
         """Return the checked fetch. Raises TransferError if nothing can be sent."""
@@ -281,11 +280,13 @@ class PeerServe(KVSource):
         self._under_way[epoch] = asked.send_prefix.attempt, lease
         self._transfers.begin(epoch, Transfer(on_sent=partial(self._sent, epoch)))
         block_ids = lease.block_ids[: len(numerics_ids)]
-        self._endings.decide(Send(epoch, asked.send_prefix.descriptor, block_ids))
-        self._endings.decide(FinishSend(epoch, block_ids, to_tail([], numerics_ids)))
+        self._decisions.add(Send(epoch, asked.send_prefix.descriptor, block_ids))
+        self._decisions.add(FinishSend(epoch, block_ids, to_tail([], numerics_ids)))
 
     def _fail(self, attempt: fleet_pb2.Attempt, message: str) -> None:
-        self._endings.report(failed=fleet_pb2.Failed(attempt=attempt, reason=reasons.TRANSFER_FAILED, message=message))
+        self._decisions.report(
+            failed=fleet_pb2.Failed(attempt=attempt, reason=reasons.TRANSFER_FAILED, message=message)
+        )
 
 
 def _tellable(numerics_ids: list[bytes]) -> list[bytes]:

@@ -73,8 +73,9 @@ class NodeRunner:
         self._drafter = drafter
         self._fingerprint = {**engine.fingerprint, "kv_transport": settings.kv_transport}
         self._followers = followers
+        self._allocator = BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching)
         self._logic = logic = NodeScheduler(
-            BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching),
+            self._allocator,
             engine.layout,
             limits,
             preset(role, max_num_batched_tokens=limits.max_num_batched_tokens, max_num_seqs=limits.max_num_seqs),
@@ -157,7 +158,7 @@ class NodeRunner:
 
     @property
     def num_blocks_free(self) -> int:
-        return self._logic.num_blocks_free
+        return self._allocator.num_free
 
     def heartbeat(self) -> fleet_pb2.Heartbeat:
         return self._worker.heartbeat()
@@ -198,8 +199,7 @@ class NodeRunner:
     def wake(self) -> None:
         self._stepping.wake()
 
-    def time(self) -> float:
-        return time.monotonic()
+    time = staticmethod(time.monotonic)
 
     def wake_at(self, moment_s: float | None) -> None:
         if self._logic.is_idle:

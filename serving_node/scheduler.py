@@ -27,15 +27,14 @@ from serving_core.node.tiers import TierIndex
 from serving_core.requests import Guide, Request, SampledToken, Work, would_end
 from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.admission import Admission, Arrivals
-from serving_node.decisions import CompileGrammar, Decision, SendHeartbeat
+from serving_node.decisions import CompileGrammar, Decisions, SendHeartbeat
 from serving_node.distributed_kv.source import DistributedKV, Opened
-from serving_node.endings import Endings
 from serving_node.kv_offload import NO_OFFLOAD, KVOffload, OffloadPlan
 from serving_node.migration import Migrations
 from serving_node.outputs import CacheReport, Outputs, StepCounts
 from serving_node.peer_fetch import PeerFetch, PeerServe
 from serving_node.sources import KVSource, StepSource
-from serving_node.transfers import WAITING_FOR_OTHERS, IncomingTransfers, OutgoingTransfers, Transfers
+from serving_node.transfers import WAITING_FOR_OTHERS, Endings, IncomingTransfers, OutgoingTransfers, Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Limits:
 
 
 class NodeScheduler:
-    """Decide for the requests of one node. Methods that change state leave their decisions in `take_decisions`."""
+    """Decide for the requests of one node. Methods that change state leave what they decide in `decisions`."""
 
     def __init__(
         self,
@@ -82,7 +81,8 @@ class NodeScheduler:
         self._rates, self._costs = rates, costs
         self._node_requests = node_requests = NodeRequests()
         self._leases = leases = Leases(allocator, layout, numerics, is_batch_invariant=is_batch_invariant)
-        self._endings = endings = Endings(node_requests, leases)
+        self.decisions = decisions = Decisions()
+        self._endings = endings = Endings(node_requests, leases, decisions)
         self.distributed_kv = None
         if limits.tile_tokens:
             self.distributed_kv = DistributedKV(node_requests, leases, allocator, endings, limits.tile_tokens)
@@ -93,8 +93,8 @@ class NodeScheduler:
         offloaded = TierIndex(tier.num_host, tier.num_disk)
         self.kv_offload: KVOffload | None = None
         if offloaded.num_slots:
-            self.kv_offload = KVOffload(tier, offloaded, allocator, leases, prefill, costs, endings, block_bytes)
-        self._cache_report = CacheReport(allocator, offloaded, leases.numerics_ids, endings.report)
+            self.kv_offload = KVOffload(tier, offloaded, allocator, leases, prefill, costs, decisions, block_bytes)
+        self._cache_report = CacheReport(allocator, offloaded, leases.numerics_ids, decisions.report)
         self._outputs = Outputs(node_requests, leases, endings, self._cache_report, eos_token_ids)
         preallocation = Preallocation(node_requests, leases, max_num_queued=limits.max_num_queued)
         self._arrivals = Arrivals(
@@ -130,8 +130,8 @@ class NodeScheduler:
         self._admission = Admission(
             node_requests, leases, prefill, preallocation, preemption, costs, limits.max_num_seqs
         )
-        self._peer_serve = PeerServe(leases, self.kv_offload, endings, transfers, fingerprint)
-        peer_fetch = PeerFetch(leases, prefill, endings, transfers, block_bytes)
+        self._peer_serve = PeerServe(leases, self.kv_offload, decisions, transfers, fingerprint)
+        peer_fetch = PeerFetch(leases, prefill, decisions, transfers, block_bytes)
         self._step_sources: list[StepSource] = []
         if self.distributed_kv is not None:
             self.distributed_kv.join(self._admission, preemption)
@@ -158,10 +158,6 @@ class NodeScheduler:
         Temporary role changes leave it as it is.
         """
         return self._home
-
-    def take_decisions(self) -> list[Decision]:
-        """Return the decisions since the last call, in order."""
-        return self._endings.take()
 
     @property
     def node_requests(self) -> NodeRequests:
@@ -201,10 +197,6 @@ class NodeScheduler:
             wakes += [self._incoming.wake_at_s, self._outgoing.wake_at_s]
         return min((at_s for at_s in wakes if at_s is not None), default=None)
 
-    @property
-    def num_blocks_free(self) -> int:
-        return self._allocator.num_free
-
     def describe(self, load: inference_pb2.NodeLoad) -> None:
         """Fill in the node's load, and decide to report the changes of its prefix cache."""
         self._cache_report.report()
@@ -238,7 +230,7 @@ class NodeScheduler:
             source.fill(load)
         if self._knows_limits:
             load.step_weights.extend(self._costs.weights)
-            load.decode_margin = self._prefill.decode_margin
+            load.decode_margin = self._prefill.chunk_budget.decode_margin
 
     # ---- commands ----
 
@@ -277,7 +269,7 @@ class NodeScheduler:
             case other:
                 message = f"the node does not know the command {other or 'that it was sent'}"
                 self.refuse(command.attempt, RequestError(reasons.PAIRING_MISMATCH, message))
-        self._grant()
+        self._admit()
 
     def _reshape(self, command: fleet_pb2.NodeCommand) -> None:
         limits, shape = self._limits, convert.shape_from_wire(command.reshape.shape)
@@ -289,7 +281,7 @@ class NodeScheduler:
             self._take(shape)
             if not command.reshape.is_temporary:
                 self._home = shape
-        self._endings.decide(SendHeartbeat())
+        self.decisions.add(SendHeartbeat())
 
     def _take(self, shape: Shape) -> None:
         """Set the role. A role without running slots or prompt tokens still serves with the node's own limits."""
@@ -304,7 +296,7 @@ class NodeScheduler:
             self.refuse(job.attempt, error)
         else:
             if node_request.is_compiling:
-                self._endings.decide(CompileGrammar(node_request.request, job.asker))
+                self.decisions.add(CompileGrammar(node_request.request, job.asker))
 
     def compiled(self, request: Request, result: Guide | RequestError) -> None:
         """Record the end of a `CompileGrammar`; a request that has ended meanwhile is ignored."""
@@ -315,7 +307,7 @@ class NodeScheduler:
             self._endings.fail(node_request, result.reason, str(result))
         else:
             request.guide = result
-        self._grant()
+        self._admit()
 
     def _begun(self, attempt: fleet_pb2.Attempt, now: float) -> None:
         """Note that another node has reported the first token of a request that decodes here."""
@@ -330,7 +322,7 @@ class NodeScheduler:
         node_request = self._node_requests.find(attempt)
         if node_request is None:
             if not any(source.cancel_fetch(attempt) for source in self._sources):
-                self._endings.report(cancelled=cancelled)
+                self.decisions.report(cancelled=cancelled)
             return
         if node_request.ending == {}:  # the ending would report nothing
             node_request.ending = {"cancelled": cancelled}
@@ -352,7 +344,7 @@ class NodeScheduler:
             source.before_step()
         works = self._plan(now)
         while self._refuse_hopeless() or (not works and self._unblock()):
-            self._grant()
+            self._admit()
             works = works or self._plan(now)
         for work in works:
             node_request = self._node_requests.of(work.request)
@@ -389,8 +381,7 @@ class NodeScheduler:
         The method only reads requests, so another thread may call it while the step runs.
         """
         return any(
-            not token.is_token or would_end(work.request, token.token_id, self._eos_token_ids)
-            for work, token in zip(works, tokens, strict=True)
+            would_end(work.request, token, self._eos_token_ids) for work, token in zip(works, tokens, strict=True)
         )
 
     def _plan(self, now: float) -> list[Work]:
@@ -463,7 +454,7 @@ class NodeScheduler:
             if self._outputs.take(node_request, taken, step_tokens, len(work.draft_tokens), now)
         ]
         if step_tokens.tokens:
-            self._endings.report(step_tokens=step_tokens)
+            self.decisions.report(step_tokens=step_tokens)
         if outgoing := [each for each in node_requests if each.outgoing is not None]:
             self._outgoing.note_prefilled(outgoing, now)
         self._tell_progress(node_requests)
@@ -485,7 +476,7 @@ class NodeScheduler:
                 continue
             if each.num_to_compute and not each.is_ending:
                 progress = fleet_pb2.Progress(attempt=convert.attempt_of(each.request), num_left=each.num_to_compute)
-                self._endings.report(progress=progress)
+                self.decisions.report(progress=progress)
 
     def _count_step(
         self,
@@ -500,7 +491,7 @@ class NodeScheduler:
         has_draft_tokens = any(work.draft_tokens for work in works)
         if not has_draft_tokens:
             self._rates.add(load.num_prompt_tokens, load.num_answers, step_s)
-            self._prefill.took(load, step_s, now)
+            self._prefill.chunk_budget.took(load, step_s, now)
         if self.speculation.is_on and not load.num_prompt_tokens:
             self.speculation.took(works, nums_given, step_s)
         num_more = sum(nums_given) - len(works) if has_draft_tokens else 0
@@ -525,7 +516,7 @@ class NodeScheduler:
         for node_request in node_requests:
             if node_request.ending is not None:
                 self._endings.settle(node_request)
-        self._grant()
+        self._admit()
 
     # ---- transfers ----
 
@@ -540,7 +531,7 @@ class NodeScheduler:
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
         """Record the end of a `Receive` or `FetchPrefix`."""
         self._transfers.received(epoch, result, now)
-        self._grant()
+        self._admit()
 
     def caught_up(self, epoch: int) -> None:
         """Note that all ready blocks of a `Send` have left."""
@@ -549,7 +540,7 @@ class NodeScheduler:
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
         """Record the end of a `Send`."""
         self._transfers.sent(epoch, result, now)
-        self._grant()
+        self._admit()
 
     # ---- KV outside the pool, for a node with KV offload or distributed KV ----
 
@@ -557,7 +548,7 @@ class NodeScheduler:
         """Record the end of a `Load`: the leading `num_good` blocks are loaded on every rank."""
         assert self.kv_offload is not None
         self.kv_offload.loaded(load_id, num_good, now)
-        self._grant()
+        self._admit()
 
     def lost(self, slots: Sequence[int]) -> None:
         """Record that these KV offload slots hold nothing, because blocks of a `Spill` could not be copied."""
@@ -568,7 +559,7 @@ class NodeScheduler:
         """Record the end of an `OpenRemoteKV`. `remote_kv` is None if no KV holder had room."""
         assert self.distributed_kv is not None
         self.distributed_kv.opened(node_request, remote_kv, now)
-        self._grant()
+        self._admit()
 
     def host(self, number: int, most_tiles: int, asker: Asker, now: float) -> list[int]:
         """Return blocks for tiles of another node's request; the list may be empty.
@@ -578,14 +569,14 @@ class NodeScheduler:
         if self.is_draining or self.distributed_kv is None:
             return []
         block_ids = self.distributed_kv.host(number, most_tiles, asker, now)
-        self._grant()
+        self._admit()
         return block_ids
 
     def hosted(self, number: int) -> None:
         """Release the blocks of another node's request."""
         assert self.distributed_kv is not None
         self.distributed_kv.hosting.release(number)
-        self._grant()
+        self._admit()
 
     # ---- time ----
 
@@ -595,16 +586,16 @@ class NodeScheduler:
         self._outgoing.tick(now)
         for source in self._sources:
             source.tick(now)
-        self._grant()
+        self._admit()
 
-    def _grant(self) -> None:
-        self._admission.start_kept()
-        for node_request in self._admission.preallocate():
+    def _admit(self) -> None:
+        """Let requests have the running slots and blocks that are free."""
+        for node_request in self._admission.admit():
             self._incoming.receive(node_request)
 
     def refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
         """Report that an attempt is refused."""
-        self._endings.report(failed=fleet_pb2.Failed(attempt=attempt, reason=error.reason, message=str(error)))
+        self.decisions.report(failed=fleet_pb2.Failed(attempt=attempt, reason=error.reason, message=str(error)))
 
 
 def _load_of(node_requests: Sequence[NodeRequest], works: Sequence[Work]) -> StepLoad:

@@ -6,12 +6,14 @@ node keeps the prefilled prompt and waits for another descriptor, or for the com
 
 A sequence that migrates is received as a prompt is, except for the tokens that come with it (serving_node/migration.py
 sends it).
+
+A request that ends during a transfer, as a canceled one may, keeps its blocks until the transfer is over (`Endings`).
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from decode_node.preallocation import Preallocation
 from kv_transfer.results import Received, Sent, TransferFailed
@@ -31,8 +33,7 @@ from serving_core.node.requests import (
     incoming_of,
     outgoing_of,
 )
-from serving_node.decisions import CancelTransfer, FinishSend, Receive, Send
-from serving_node.endings import Endings
+from serving_node.decisions import CancelTransfer, Decisions, FinishSend, Receive, Send
 
 WAITING_TO_SEND: Final = (RequestState.PREFILLED, RequestState.FROZEN)
 WAITING_FOR_OTHERS: Final = (*WAITING_TO_SEND, RequestState.WAITING_FOR_BLOCKS)
@@ -86,6 +87,44 @@ class Transfers:
         self._under_way.pop(epoch).on_sent(result, now)
 
 
+class Endings:
+    """End requests: by success, failure, cancel or the loss of the coordinator.
+
+    At that moment a request may be in a running step or in a transfer. Its blocks are freed when neither uses them any
+    more, and only then is the end reported.
+    """
+
+    def __init__(self, node_requests: NodeRequests, leases: Leases, decisions: Decisions) -> None:
+        self._node_requests = node_requests
+        self._leases = leases
+        self.decisions = decisions
+
+    def fail(self, node_request: NodeRequest, reason: str, message: str) -> None:
+        """End a request with a reason of serving_core.reasons."""
+        wire = attempt_of(node_request.request)
+        self.end(node_request, failed=fleet_pb2.Failed(attempt=wire, reason=reason, message=message))
+
+    def end(self, node_request: NodeRequest, **event: Any) -> None:
+        """End a request unless it is already ending. `event`, if any, is reported once nothing is held."""
+        if node_request in self._node_requests and node_request.ending is None:
+            node_request.ending = event
+            if node_request.is_sending or node_request.is_receiving:
+                self.decisions.add(CancelTransfer(node_request.request.epoch))
+        self.settle(node_request)
+
+    def settle(self, node_request: NodeRequest) -> None:
+        """Free a request that is ending once no step and no transfer uses its blocks.
+
+        Call whenever a step or a transfer releases the request.
+        """
+        if node_request.ending is None or node_request.is_busy or node_request not in self._node_requests:
+            return
+        self._leases.give_back(node_request)
+        self._node_requests.remove(node_request)
+        if node_request.ending:
+            self.decisions.report(**node_request.ending)
+
+
 class IncomingTransfers:
     """Receive the KV of prompts that other nodes prefill, and of sequences that migrate here."""
 
@@ -110,7 +149,7 @@ class IncomingTransfers:
         self._leases = leases
         self._prefill = prefill
         self._preallocation = preallocation
-        self._endings = endings
+        self._endings, self._decisions = endings, endings.decisions
         self._transfers = transfers
         self._block_bytes = block_bytes
         self._credit_timeout_s = credit_timeout_s
@@ -131,11 +170,11 @@ class IncomingTransfers:
             on_received=partial(self._received, node_request),
         )
         self._transfers.begin(node_request.request.epoch, transfer)
-        self._endings.decide(Receive(node_request, self._preallocation.num_blocks(node_request)))
+        self._decisions.add(Receive(node_request, self._preallocation.num_blocks(node_request)))
 
     def revoke(self, node_request: NodeRequest) -> None:
         """Begin to revoke a credit; its blocks come free when the transfer has ended."""
-        self._endings.decide(CancelTransfer(node_request.request.epoch))
+        self._decisions.add(CancelTransfer(node_request.request.epoch))
 
     def tick(self, now: float) -> None:
         """Fail requests that have waited too long for credit."""
@@ -156,7 +195,7 @@ class IncomingTransfers:
     def _granted(self, node_request: NodeRequest, descriptor: bytes) -> None:
         if not node_request.is_ending and not node_request.is_revoked:
             attempt = attempt_of(node_request.request)
-            self._endings.report(reserved=fleet_pb2.Reserved(attempt=attempt, descriptor=descriptor))
+            self._decisions.report(reserved=fleet_pb2.Reserved(attempt=attempt, descriptor=descriptor))
 
     def _coming(self, node_request: NodeRequest) -> None:
         transfer = incoming_of(node_request).transfer
@@ -175,7 +214,7 @@ class IncomingTransfers:
             self._commit(node_request, result, now)
         elif is_revoked:
             self._preallocation.release(node_request, now)
-            self._endings.report(revoked=fleet_pb2.Revoked(attempt=attempt_of(node_request.request)))
+            self._decisions.report(revoked=fleet_pb2.Revoked(attempt=attempt_of(node_request.request)))
         elif result.reason != reasons.TRANSFER_ABORTED:
             # The sender's own report on an abort, perhaps the last token, may still be in flight to the coordinator,
             # which then cancels this attempt; a failure reported from here could overtake that report.
@@ -197,7 +236,7 @@ class IncomingTransfers:
             num_bytes_saved=node_request.num_cached_blocks * self._block_bytes,
             next_index=node_request.request.num_output_tokens,
         )
-        self._endings.report(committed=committed)
+        self._decisions.report(committed=committed)
         self._on_committed()
 
 
@@ -215,7 +254,7 @@ class OutgoingTransfers:
     ) -> None:
         self._node_requests = node_requests
         self._leases = leases
-        self._endings = endings
+        self._endings, self._decisions = endings, endings.decisions
         self._transfers = transfers
         self._descriptor_timeout_s = descriptor_timeout_s
 
@@ -242,7 +281,7 @@ class OutgoingTransfers:
         """
         node_request.decode_place = DecodePlace.HERE_AFTER_ALL
         if node_request.is_sending:
-            self._endings.decide(CancelTransfer(node_request.request.epoch))
+            self._decisions.add(CancelTransfer(node_request.request.epoch))
 
     def note_prefilled(self, node_requests: Iterable[NodeRequest], now: float) -> None:
         """Enter the next state for prompts of other nodes whose tokens are all computed."""
@@ -281,12 +320,12 @@ class OutgoingTransfers:
         epoch = node_request.request.epoch
         outgoing_of(node_request).is_sending = True
         self._transfers.begin(epoch, transfer)
-        self._endings.decide(Send(epoch, descriptor, self._leases.final_blocks(node_request)))
+        self._decisions.add(Send(epoch, descriptor, self._leases.final_blocks(node_request)))
 
     def finish(self, node_request: NodeRequest) -> None:
         """Send the last blocks and the tail of a transfer."""
         tail = to_tail(outgoing_of(node_request).tail, self._leases.numerics_ids_of(node_request))
-        self._endings.decide(FinishSend(node_request.request.epoch, self._leases.filled_blocks(node_request), tail))
+        self._decisions.add(FinishSend(node_request.request.epoch, self._leases.filled_blocks(node_request), tail))
 
     def _prompt_sent(self, node_request: NodeRequest, result: Sent | TransferFailed, now: float) -> None:
         outgoing = outgoing_of(node_request)

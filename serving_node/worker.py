@@ -190,7 +190,7 @@ class Worker:
         """Carry out the decisions of a moment that changes no deadline, such as copies of evicted blocks."""
         self._is_carrying_out = True
         try:
-            while decisions := self.logic.take_decisions():
+            while decisions := self.logic.decisions.take():
                 for decision in decisions:
                     self._do(decision)
         finally:

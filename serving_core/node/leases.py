@@ -94,7 +94,9 @@ class Leases:
     def num_missing(self, node_request: NodeRequest, num_tokens: int) -> int:
         """Return how many blocks the lease lacks for num_tokens tokens in all."""
         assert node_request.lease is not None
-        num_held = node_request.num_remote_blocks + len(node_request.lease.block_ids)
+        num_held = len(node_request.lease.block_ids)
+        if node_request.distributed is not None:
+            num_held += node_request.distributed.num_remote_blocks
         num_missing = self._layout.num_blocks_for(num_tokens) - num_held
         return num_missing if num_missing > 0 else 0
 

@@ -459,17 +459,22 @@ class NodeRequests:
     def count(self, *states: RequestState) -> int:
         return sum(map(len, map(self._by_state.__getitem__, states)))
 
-    @property
-    def is_steady(self) -> bool:
-        """Return whether a decode step has the sequences of the step before it, unless one ends or an event comes.
+    def steady(self, works: Sequence[Work]) -> Sequence[NodeRequest]:
+        """Return the sequences of a decode step if the next step has the same ones, unless one ends or an event comes.
 
-        False if a request waits for prefill, blocks or a running slot, or one is ending or migrating.
+        Returns none if a request waits for prefill, blocks or a running slot, if one is ending or migrating, or if
+        `works` is not one token of each running sequence.
         """
-        if self.count(RequestState.WAITING, RequestState.PREFILLING):
-            return False
+        running = self._by_state[RequestState.RUNNING]
+        if len(works) != len(running) or self.count(RequestState.WAITING, RequestState.PREFILLING):
+            return ()
         if any(not each.is_to_share for each in self._by_state[RequestState.WAITING_FOR_BLOCKS]):
-            return False
-        return not any(each.ending is not None or each.is_kept or each.is_sending for each in self._by_age)
+            return ()
+        if any(each.ending is not None or each.is_kept or each.is_sending for each in self._by_age):
+            return ()
+        sequences = [self.of(work.request) for work in works]
+        goes_on = all(each.continues_after(work) for each, work in zip(sequences, works, strict=True))
+        return sequences if goes_on else ()
 
     def check_integrity(self) -> None:
         """Check that every request is listed under its state, and has the data of its state alone."""

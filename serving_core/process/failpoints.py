@@ -10,7 +10,7 @@ from typing import Any, Final
 
 ENVIRONMENT: Final = "SPLITSERVE_FAILPOINTS"
 
-is_armed = False  # whether `reach` does anything: for callers that pass a point with each message
+is_armed = False  # whether `reach` does anything: for callers that pass a point with each message or step
 _act: Callable[[str, Any], None] | None = None
 
 

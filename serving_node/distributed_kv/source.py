@@ -18,8 +18,8 @@ from serving_core.node.requests import Distributed, NodeRequest, NodeRequests
 from serving_node.admission import Admission
 from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RecallRemoteKV
 from serving_node.distributed_kv.holder import HOLD_S, LAPSE_S, Claim, Hosting
-from serving_node.endings import Endings
 from serving_node.sources import StepSource
+from serving_node.transfers import Endings
 
 RETRY_S: Final = 0.2
 PATIENCE_S: Final = 30.0  # total wait for hosts without room, until one has room
@@ -50,7 +50,8 @@ class DistributedKV(StepSource):
         tile_tokens: int,
     ) -> None:
         """Create an empty tracker for tiles of `tile_tokens` tokens. Call `join` before anything else."""
-        self._node_requests, self._leases, self._endings = node_requests, leases, endings
+        self._node_requests, self._leases = node_requests, leases
+        self._endings, self._decisions = endings, endings.decisions
         self._tile_tokens = tile_tokens
         self.hosting = Hosting(allocator, leases.block_size, tile_tokens, self._recall)
         self._claim = Claim(node_requests, leases, self.hosting)
@@ -130,7 +131,7 @@ class DistributedKV(StepSource):
         return block_ids
 
     def _recall(self, number: int) -> None:
-        self._endings.decide(RecallRemoteKV(number))
+        self._decisions.add(RecallRemoteKV(number))
 
     # ---- steps ----
 
@@ -271,7 +272,7 @@ class DistributedKV(StepSource):
         num_tiles = node_request.num_computed // self._tile_tokens - node_request.num_remote_blocks // each
         if num_tiles and not node_request.is_busy:
             _distributed_of(node_request).is_moving, is_again = True, node_request in self._held_up
-            self._endings.decide(OpenRemoteKV(node_request, node_request.lease.block_ids[: num_tiles * each], is_again))
+            self._decisions.add(OpenRemoteKV(node_request, node_request.lease.block_ids[: num_tiles * each], is_again))
 
     def _hold_up(self, node_request: NodeRequest, now: float) -> None:
         """Note that hosts have no room. The first time the request asks again at once, so that hosts make room."""
@@ -287,7 +288,7 @@ class DistributedKV(StepSource):
             self._endings.fail(node_request, reasons.QUEUE_FULL, message)
 
     def _close(self, remote_kvs: Sequence[Any]) -> None:
-        self._endings.decide(CloseRemoteKV(remote_kvs))
+        self._decisions.add(CloseRemoteKV(remote_kvs))
 
 
 def _distributed_of(node_request: NodeRequest) -> Distributed:

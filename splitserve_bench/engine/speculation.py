@@ -271,7 +271,7 @@ class _Node:
         begun_s = self._clock()
         tokens = self._engine.step(works)
         self._logic.step_done(works, tokens, self._clock() - begun_s, begun_s)
-        self._logic.take_decisions()
+        self._logic.decisions.take()
         drafts = self._logic.speculation.drafts
         if self._drafter is None or drafts is None or not (ahead := drafts.plan()):
             return

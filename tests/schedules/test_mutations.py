@@ -11,7 +11,7 @@ from decode_node.preallocation import Preallocation
 from kv_transfer.payload import HostPayload
 from protos import fleet_pb2
 from serving_core.net.numbering import Numbering
-from serving_node.endings import Endings
+from serving_node.transfers import Endings
 from tests.schedules.history import problems_of
 from tests.schedules.plan import FAULTS
 from tests.schedules.world import World

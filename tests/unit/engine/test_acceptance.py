@@ -92,7 +92,7 @@ def answers_ahead(engine, requests):
         return len(request.token_ids) - computed[request.request_id]
 
     def ends(tokens):
-        return [would_end(each, token.token_id, engine.eos_token_ids) for each, token in zip(live, tokens, strict=True)]
+        return [would_end(each, token, engine.eos_token_ids) for each, token in zip(live, tokens, strict=True)]
 
     def take_in(tokens):
         for request, token in zip(live, tokens, strict=True):

@@ -55,7 +55,7 @@ def read(engine, prompts, samplings, *, num_blocks, drafter=None):
             taken = [(token.token_id, token.logprob, token.top_logprobs) for token in work.take(sampled)]
             given[work.request.request_id] += taken
         logic.step_done(works, tokens, 1.0, 0.0)
-        logic.take_decisions()
+        logic.decisions.take()
         if drafter and (ahead := logic.speculation.drafts.plan()):
             logic.speculation.drafts.drafted(ahead, drafter.propose(ahead), 0.0)
             logic.speculation.drafts.check_integrity()

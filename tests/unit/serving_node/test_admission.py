@@ -9,9 +9,9 @@ from serving_core.node.costs import StepCosts
 from serving_core.node.requests import Host, RequestEvent, RequestState
 from serving_core.slo import Due
 from serving_node.admission import Admission
-from serving_node.decisions import RecallRemoteKV
+from serving_node.decisions import Decisions, RecallRemoteKV
 from serving_node.distributed_kv.source import DistributedKV
-from serving_node.endings import Endings
+from serving_node.transfers import Endings
 from tests.unit.serving_node.node_requests_kit import LAYOUT, House
 from tests.unit.serving_node.slack_kit import ExactCosts
 
@@ -27,7 +27,7 @@ class Node(House):
         prefill = PrefillScheduler(self.node_requests, self.leases, StepCosts(), max_num_queued=9)
         self.preallocation = Preallocation(self.node_requests, self.leases, max_num_queued=9)
         preemption = Preemption(self.node_requests, self.leases, self.revoked.append)
-        self.endings = Endings(self.node_requests, self.leases)
+        self.endings = Endings(self.node_requests, self.leases, Decisions())
         self.admission = Admission(
             self.node_requests, self.leases, prefill, self.preallocation, preemption, costs or StepCosts(), num_slots
         )
@@ -40,7 +40,7 @@ class Node(House):
         return [self.add(f"answer-{age}", age, RequestState.RUNNING, 1) for age in (1, 2)]
 
     def granted(self):
-        return [each.request.request_id for each in self.admission.preallocate()]
+        return [each.request.request_id for each in self.admission.admit()]
 
     def may_start(self, *node_requests):
         gate = self.admission.start_rule(lambda node_request, num_spare: False)
@@ -301,7 +301,7 @@ def test_what_was_recalled_for_an_answer_is_granted_to_no_younger_one():
     older = node.add("older", 5, RequestState.RUNNING, 20, num_computed=20)
     node.add("younger", 7, RequestState.WAITING_FOR_BLOCKS, 5)
     assert node.distributed.recall(older)
-    assert node.endings.take() == [RecallRemoteKV(1)]
+    assert node.endings.decisions.take() == [RecallRemoteKV(1)]
     node.hosting.release(1)
     assert node.granted() == []
     node.leases.grow(older, 1)
