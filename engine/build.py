@@ -66,6 +66,8 @@ def build_engine(settings: EngineSettings, group: RankGroup | None = None, num_k
     stream, ops = StepStream(part.device), choose_ops(part.device)  # on CUDA a trial, which needs memory
 
     model, weight_bytes = on_all_ranks(group, ModelError, lambda: _load(part, adapters))
+    part = _with_measured_layout(part, model)
+    facts |= fingerprint(part.folder, config, part.model_layout, part.dtype_name, settings.quantization)
     pool, num_blocks = _make_pool(part, num_kept_bytes)
     attention = _choose_attention(part, model, pool)
 
@@ -210,6 +212,15 @@ def _load(part: _Part, adapters: list[StoredAdapter]) -> tuple[Model, int]:
     return decoder, num_bytes + (load_adapters(decoder, adapters, part.dtype, part.device) if adapters else 0)
 
 
+def _with_measured_layout(part: _Part, model: Model) -> _Part:
+    """Return the part with the layout of what the model keeps, where only trying it has told."""
+    if not part.config.is_transformers:
+        return part
+    from engine.transformers_backend.sequences import SequenceDecoder
+
+    return replace(part, model_layout=model.layout, layout=model.layout) if isinstance(model, SequenceDecoder) else part
+
+
 def _load_decoder(part: _Part, shows_progress: bool) -> tuple[LlamaDecoder, int]:
     config, settings, device = part.config, part.settings, part.device
     if config.tie_word_embeddings and stores_own_head(part.folder, part.dtype, is_text_part=config.is_text_part):
@@ -261,8 +272,9 @@ def _choose_attention(part: _Part, model: Model, pool: PagedKVPool) -> Attention
         return _attention_of_all(part.group, pool, num_heads, **scoring)
     from engine.transformers_backend.decoder import TransformersDecoder
     from engine.transformers_backend.loading import check_model
+    from engine.transformers_backend.sequences import SequenceDecoder
 
-    assert isinstance(model, TransformersDecoder)
+    assert isinstance(model, TransformersDecoder | SequenceDecoder)
     attention = _attention_of_all(part.group, pool, num_heads, portable_only=model.needs_portable)
     if part.settings.verify_model:
         check_model(model, attention, part.group, part.config, part.max_model_len)

@@ -205,7 +205,7 @@ class Engine:
         """
         shares = [Share((0,), work.start, work.block_ids, True, adapter=work.request.adapter) for work in works]
         with self.stream.taken():
-            batch = build_batch(shares, self.layout.block_size, self.pool.device)
+            batch = build_batch(shares, self.layout.block_size, self.pool.device, self.layout.num_state_blocks)
             return PreparedStep(shares, batch, None if self.program is None else self.program.plan(batch))
 
     @torch.inference_mode()
@@ -264,7 +264,8 @@ class Engine:
         return None if rows is None else Logits(rows)
 
     def _batch(self, shares: Sequence[Share]) -> ForwardBatch:
-        batch = build_batch(shares, self.layout.block_size, self.pool.device)
+        layout = self.layout
+        batch = build_batch(shares, layout.block_size, self.pool.device, layout.num_state_blocks)
         self.clock.lap(BUILD)
         return batch
 

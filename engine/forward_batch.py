@@ -23,6 +23,7 @@ class ForwardBatch:
     query_starts: torch.Tensor  # [B + 1] int32
     kv_lengths: torch.Tensor  # [B] int32
     block_tables: torch.Tensor  # [B, max_blocks] int32, padded with 0
+    state_blocks: Sequence[Sequence[int]]  # of each request, with its fixed state; empty for models without one
     logit_rows: torch.Tensor  # [S] int64, the rows whose logits are wanted
     adapted_rows: Mapping[str, torch.Tensor]  # [rows] int64, the rows of each LoRA adapter in use
     starts: Sequence[int]  # query_starts as numbers, since reading a tensor would synchronize with the device
@@ -45,6 +46,7 @@ class ForwardBatch:
             query_starts=self.query_starts[first : end + 1] - first_row,
             kv_lengths=self.kv_lengths[requests],
             block_tables=self.block_tables[requests],
+            state_blocks=self.state_blocks[requests],
             logit_rows=self.logit_rows[:0],
             adapted_rows={},
             starts=starts,
@@ -53,9 +55,11 @@ class ForwardBatch:
         )
 
 
-def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) -> ForwardBatch:
+def build_batch(
+    shares: Sequence[Share], block_size: int, device: torch.device, num_state_blocks: int = 0
+) -> ForwardBatch:
     """Build the batch of the shares, in order. For each share, logits are wanted for its scored rows, then for its last
-    row if it samples.
+    row if it samples. The first `num_state_blocks` blocks of each share hold its state, the others KV.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -67,7 +71,7 @@ def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) 
         end = share.start + len(share.token_ids)
         token_ids += share.token_ids
         positions += range(share.start, end)
-        blocks = share.block_ids
+        blocks = share.block_ids[num_state_blocks:] if num_state_blocks else share.block_ids
         slots += [blocks[at // block_size] * block_size + at % block_size for at in range(share.start, end)]
         logit_rows += range(query_starts[-1], query_starts[-1] + share.num_scored)
         if share.adapter:
@@ -86,7 +90,8 @@ def build_batch(shares: Sequence[Share], block_size: int, device: torch.device) 
         slots=tensor(slots, torch.int64),
         query_starts=tensor(query_starts, torch.int32),
         kv_lengths=tensor(kv_lengths, torch.int32),
-        block_tables=_moved(_block_tables(shares, kv_lengths, block_size), device),
+        block_tables=_moved(_block_tables(shares, kv_lengths, block_size, num_state_blocks), device),
+        state_blocks=[share.block_ids[:num_state_blocks] for share in shares],
         logit_rows=tensor(logit_rows, torch.int64),
         adapted_rows={adapter: tensor(rows, torch.int64) for adapter, rows in adapted_rows.items()},
         starts=query_starts,
@@ -100,9 +105,11 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _block_tables(shares: Sequence[Share], kv_lengths: Sequence[int], block_size: int) -> torch.Tensor:
+def _block_tables(
+    shares: Sequence[Share], kv_lengths: Sequence[int], block_size: int, num_state_blocks: int
+) -> torch.Tensor:
     counts = [-(-length // block_size) for length in kv_lengths]
     tables = np.zeros((len(shares), max(counts)), dtype=np.int32)
     for row, share, count in zip(tables, shares, counts, strict=True):
-        row[:count] = share.block_ids[:count]
+        row[:count] = share.block_ids[num_state_blocks : num_state_blocks + count]
     return torch.from_numpy(tables)

@@ -93,6 +93,7 @@ MAX_TTL_S = 86400.0
 MAX_ADDRESS_BYTES = 256
 MAX_DESCRIPTOR_BYTES = 80 * 1024
 MAX_DIMENSION = 2**16  # heads, widths and block_size, each
+MAX_STATE_BYTES = 2**40
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,14 +257,15 @@ def _channel_end(fields: object) -> ChannelEnd:
 def _packed_layout(layout: KVLayout) -> list[Any]:
     """Return the layout as a msgpack-ready list in which neighboring layers of equal widths form one run."""
     runs = [[count, *widths] for count, widths in layout.runs]
-    return [layout.first_layer, runs, layout.num_kv_heads, layout.block_size, layout.dtype]
+    fields = [layout.first_layer, runs, layout.num_kv_heads, layout.block_size, layout.dtype]
+    return [*fields, layout.state_bytes] if layout.state_bytes else fields
 
 
 def _layout(fields: list[Any]) -> KVLayout:
     """Return the layout that `_packed_layout` packed. Raises TransferError for fields of another shape."""
     match fields:
-        case [first_layer, [*runs], num_kv_heads, block_size, dtype]:
-            return KVLayout(first_layer, _widths(runs), num_kv_heads, block_size, dtype)
+        case [first_layer, [*runs], num_kv_heads, block_size, dtype, *state] if len(state) <= 1:
+            return KVLayout(first_layer, _widths(runs), num_kv_heads, block_size, dtype, *state)
         case _:
             raise TransferError("a KV layout of unknown shape")
 
@@ -295,5 +297,6 @@ def _check_layout(layout: KVLayout) -> None:
         check_int("width of V", widths.values, 0, MAX_DIMENSION)
     check_int("num_kv_heads", layout.num_kv_heads, 1, MAX_DIMENSION)
     check_int("block_size", layout.block_size, 1, MAX_DIMENSION)
+    check_int("state_bytes", layout.state_bytes, 0, MAX_STATE_BYTES)
     if type(layout.dtype) is not str or layout.dtype not in DTYPE_BYTES:
         raise TransferError(f"the KV dtype must be one of {', '.join(DTYPE_BYTES)}")

@@ -89,10 +89,13 @@ class Outgoing:
     def _num_final_blocks(self, share: Share) -> int:
         """Return the number of blocks that no later chunk writes to.
 
-        These are the full blocks, and after the last chunk also the last block.
+        These are the full blocks, and after the last chunk also the last block. A fixed state comes first and is final
+        after the last chunk, so that no block is final before.
         """
         num_tokens = share.start + share.num_tokens
-        return self._layout.num_blocks_for(num_tokens) if share.samples else num_tokens // self._layout.block_size
+        if share.samples:
+            return self._layout.num_blocks_for(num_tokens)
+        return 0 if self._layout.state_bytes else num_tokens // self._layout.block_size
 
     def _ended(self, epoch: int, result: Sent | TransferFailed) -> None:
         del self._transfers[epoch]

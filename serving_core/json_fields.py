@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,9 +47,13 @@ class JsonFields:
         """Return the unchecked value, None if it is missing."""
         return self._values.get(name)
 
-    def renamed(self, other_names: Mapping[str, str]) -> "JsonFields":
-        """Return the object with missing names read by their other names."""
-        found = {name: self.raw(other) for name, other in other_names.items() if self.raw(name) is None}
+    def renamed(self, other_names: Mapping[str, Sequence[str]]) -> "JsonFields":
+        """Return the object with missing names read by the first of their other names that is there."""
+        found = {}
+        for name, others in other_names.items():
+            said = [self.raw(other) for other in others if self.raw(other) is not None]
+            if said and self.raw(name) is None:
+                found[name] = said[0]
         return JsonFields(self._values | found, self._where)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "JsonFields":

@@ -63,6 +63,7 @@ class KVLayout:
     num_kv_heads: int
     block_size: int
     dtype: str
+    state_bytes: int = 0  # of one request, over all layers: its fixed state, as of recurrent layers
 
     @classmethod
     def uniform(
@@ -109,6 +110,11 @@ class KVLayout:
     def block_bytes(self) -> int:
         """Return the bytes of one block over all layers, K and V."""
         return sum(count * self._layer_bytes(widths) for widths, count in Counter(self.widths).items())
+
+    @property
+    def num_state_blocks(self) -> int:
+        """Return the number of blocks that hold a request's fixed state. They lead its block table."""
+        return -(-self.state_bytes // self.block_bytes)
 
     @property
     def largest_layer_bytes(self) -> int:
@@ -165,8 +171,9 @@ class KVLayout:
             raise SettingsError(f"K and V must be of one width in all layers to be computed with: {self.layers_text}")
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold num_tokens tokens."""
-        return -(-num_tokens // self.block_size)
+        """Return the number of blocks of a request that hold its state and num_tokens tokens; 0 for no tokens."""
+        num_blocks = -(-num_tokens // self.block_size)
+        return num_blocks + self.num_state_blocks if self.state_bytes and num_blocks else num_blocks
 
     def with_heads(self, num_kv_heads: int) -> "KVLayout":
         """Return this layout with num_kv_heads heads: one rank's or one channel's."""

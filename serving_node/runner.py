@@ -73,7 +73,9 @@ class NodeRunner:
         self._drafter = drafter
         self._fingerprint = {**engine.fingerprint, "kv_transport": settings.kv_transport}
         self._followers = followers
-        self._allocator = BlockAllocator(engine.num_blocks, caching=settings.engine.enable_prefix_caching)
+        # A prefix has no state of its own, with which a request could go on.
+        is_caching = settings.engine.enable_prefix_caching and not engine.layout.state_bytes
+        self._allocator = BlockAllocator(engine.num_blocks, caching=is_caching)
         self._logic = logic = NodeScheduler(
             self._allocator,
             engine.layout,

@@ -8,7 +8,7 @@ from typing import Final
 
 from serving_core.model_files.config import MODEL_TYPES
 from tests.doc_table import DOCS, page_with
-from tests.transformers_models import FAMILIES, HEAD_ALONE, REFUSED, WITHOUT_PLAN, architecture_of
+from tests.transformers_models import FAMILIES, HEAD_ALONE, REFUSED, SEQUENCES, WITHOUT_PLAN, architecture_of
 
 PAGE: Final = DOCS / "models.md"
 
@@ -22,6 +22,8 @@ def table() -> str:
         kept = "a latent" if "kv_lora_rank" in FAMILIES[family][1] else "keys, values"
         computed_by = "us, or transformers" if is_native else "transformers"
         lines.append(f"| `{architecture}` | {computed_by} | {weights} | {kept} |")
+    by_sequence = "| transformers, sequence by sequence | one rank | what its cache holds |"
+    lines += [f"| `{name}` {by_sequence}" for name in sorted(map(architecture_of, SEQUENCES))]
     lines += ["", "| refused | with the sentence |", "|---|---|"]
     lines += [f"| `{architecture}` | {refused.sentence} |" for architecture, refused in sorted(REFUSED.items())]
     return "\n".join(lines) + "\n"

@@ -125,8 +125,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 12,
+}
+_MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 1, "mamba_d_ssm": 96}
+_INDEXER = {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 40}
+_JAMBA = {"attn_layer_offset": 1, "attn_layer_period": 2, "num_experts": 2, "mamba_dt_rank": 8}
+
+SEQUENCES: dict[str, tuple[str, dict[str, Any]]] = {
+    # Families that transformers computes sequence by sequence. Each has something that the paged attention cannot
+    # compute: a state of recurrent or convolution layers, an attention of its own, or an indexer with keys of its own.
+    "deepseek_v32": ("DeepseekV32", {**_LATENT, **_INDEXER}),
+    "diffllama": ("DiffLlama", _WHOLE_HEADS),
+    "falcon_h1": ("FalconH1", {**_WHOLE_HEADS, **_MAMBA}),
+    "jamba": ("Jamba", {**_WHOLE_HEADS, **_JAMBA}),
+    "lfm2": ("Lfm2", {**_WHOLE_HEADS, "layer_types": ["conv", "full_attention"] * 2}),
+    "mamba": ("Mamba", {**_WHOLE_HEADS, "state_size": 8}),
+    "qwen3_5": ("Qwen3_5", {**_SIZES, **_LINEAR, **_HYBRID}),
+    "stablelm": ("StableLm", {**_WHOLE_HEADS, "partial_rotary_factor": 0.5}),
+}
+
 _ALL = {
     **FAMILIES,
+    **SEQUENCES,
     "arcee": ("Arcee", _SIZES),
     "modernbert_decoder": ("ModernBertDecoder", {**_WHOLE_HEADS, "num_key_value_heads": 4, "local_attention": 26}),
 }
@@ -144,22 +169,18 @@ class Refused(NamedTuple):
     sentence: str
 
 
-_PAST = "{} is not supported: it does its attention itself, past transformers' interface"
-_ONCE = "attention over keys and values is asked for, and only once in each of 4 layers, in order, is supported"
-_EXPERT_SIZES = {"intermediate_size_mlp": 80, "num_local_experts": 2, "attention_chunk_size": 16}
 REFUSED = {
-    "BloomForCausalLM": Refused("BloomConfig", {"n_head": 4, "n_layer": 4}, _PAST.format("BloomForCausalLM")),
-    "DiffLlamaForCausalLM": Refused("DiffLlamaConfig", {}, f"8 times {_ONCE}"),
-    "FalconForCausalLM": Refused("FalconConfig", {"num_kv_heads": 4}, _PAST.format("FalconForCausalLM")),
-    "Lfm2ForCausalLM": Refused(
-        "Lfm2Config", {"layer_types": ["conv", "full_attention", "conv", "conv"]}, f"1 times {_ONCE}"
+    "BertLMHeadModel": Refused(
+        "BertConfig", {}, "BertLMHeadModel lets a token see the tokens behind it, and is no decoder"
     ),
-    "Llama4ForCausalLM": Refused(
-        "Llama4TextConfig",
-        _EXPERT_SIZES,
-        "attention under a mask that is neither causal nor a sliding window is not supported",
+    "OpenAIGPTLMHeadModel": Refused(
+        "OpenAIGPTConfig", {}, "OpenAIGPTLMHeadModel does not compute with transformers' cache"
     ),
-    "MambaForCausalLM": Refused("MambaConfig", {"state_size": 4}, _PAST.format("MambaForCausalLM")),
+    "RecurrentGemmaForCausalLM": Refused(
+        "RecurrentGemmaConfig",
+        {"lru_width": 48, "attention_window_size": WINDOW},
+        "RecurrentGemmaForCausalLM keeps a state outside of transformers' cache, which is not supported",
+    ),
 }
 
 
@@ -220,7 +241,7 @@ def _classes(family: str) -> tuple[Any, Any]:
     import transformers
 
     prefix, _ = _ALL[family]
-    config_name = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
+    config_name = f"{prefix}TextConfig" if prefix in ("Gemma3", "Qwen3_5") else f"{prefix}Config"
     return getattr(transformers, config_name), getattr(transformers, architecture_of(family))
 
 

@@ -41,6 +41,11 @@ MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 keys.
 """
 
+
+class Unpaged(ModelError):
+    """A model that the paged attention cannot compute."""
+
+
 POSITIONS = (0, 1, 2, 3, 7, 64, 1000, 8191, 8192, 2**20)  # query positions at which a mask is tried
 NEAR = (-1000, -64, -2, -1, 0, 1, 2, 63, 64)  # distances to keys at which a mask is tried
 
@@ -53,7 +58,7 @@ class Sight:
 
 
 def sight_of(mask_function: MaskFunction, window: int | None) -> Sight:
-    """Return the sight of a mask function, tried at some positions; a window must equal `window`. Raises ModelError for
+    """Return the sight of a mask function, tried at some positions; a window must equal `window`. Raises Unpaged for
     any other mask.
     """
     queries, keys = _pairs(window)
@@ -62,7 +67,7 @@ def sight_of(mask_function: MaskFunction, window: int | None) -> Sight:
     for candidate in (None, window):
         if torch.equal(sees, (distances >= 0) if candidate is None else (distances >= 0) & (distances < candidate)):
             return Sight(candidate)
-    raise ModelError("attention under a mask that is neither causal nor a sliding window is not supported")
+    raise Unpaged("attention under a mask that is neither causal nor a sliding window is not supported")
 
 
 @lru_cache(maxsize=16)
@@ -235,13 +240,13 @@ def _attend(
     if dropout:
         asked.append("dropout")
     if asked:
-        raise ModelError(f"{type(module).__name__} asks attention for {asked[0]}, which is not supported")
+        raise Unpaged(f"{type(module).__name__} asks attention for {asked[0]}, which is not supported")
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or not isinstance(attention_mask, Sight):
-        raise ModelError(f"{type(module).__name__} asks for attention without a layer's number or a mask of its layer")
+        raise Unpaged(f"{type(module).__name__} asks for attention without a layer's number or a mask of its layer")
     window = attention_mask.window
     if sliding_window not in (None, window):
-        raise ModelError(f"{type(module).__name__} asks for a window of {sliding_window} under a mask of {window}")
+        raise Unpaged(f"{type(module).__name__} asks for a window of {sliding_window} under a mask of {window}")
     queries, keys, values = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(scaling, complex):  # the root of a negative number
@@ -333,7 +338,7 @@ class TransformersDecoder:
     ) -> None:
         """Try the model, whose layers the ranks of `group` compute. `layout` is that of the rank's pool.
 
-        Raises ModelError unless each layer calls attention once, in order, with keys and values that match the layout.
+        Raises Unpaged unless each layer calls attention once, in order, with keys and values that match the layout.
         """
         self._model: Any = model
         self._group = group
@@ -386,7 +391,7 @@ class TransformersDecoder:
             logits_to_keep=rows,
         ).logits.squeeze(0)
         if len(logits) != len(rows):
-            raise ModelError(f"{type(self._model).__name__} gives logits of other tokens than those that were wanted")
+            raise Unpaged(f"{type(self._model).__name__} gives logits of other tokens than those that were wanted")
         return logits if self._shard.is_last and self._group.rank == LEADER else None
 
     @torch.inference_mode()
@@ -398,7 +403,7 @@ class TransformersDecoder:
                 self._logits(ids, torch.arange(2, device=device), torch.arange(1, device=device))
             except UNCOMPUTABLE as error:
                 name = type(self._model).__name__
-                raise ModelError(f"{name} cannot be computed in steps: {in_a_line(error)}") from error
+                raise Unpaged(f"{name} cannot be computed in steps: {in_a_line(error)}") from error
         return trial.calls
 
 
@@ -481,26 +486,26 @@ def _heads(shard: Shard) -> tuple[Extent, Extent]:
 
 
 def _is_divided(calls: list[Call], layout: KVLayout, shard: Shard) -> bool:
-    """Return whether the calls are for the heads of the rank's own layout rather than for all. Raises ModelError for
+    """Return whether the calls are for the heads of the rank's own layout rather than for all. Raises Unpaged for
     others.
     """
     if not calls:
-        raise ModelError("a model that does its attention itself, past transformers' interface, is not supported")
+        raise Unpaged("a model that does its attention itself, past transformers' interface, is not supported")
     if [call.layer for call in calls] != list(layout.layers):
-        raise ModelError(
+        raise Unpaged(
             f"{len(calls)} times attention over keys and values is asked for, and only once in each of "
             f"{layout.num_layers} layers, in order, is supported"
         )
     own, whole = (tuple(len(heads.held) for heads in _heads(shard)), tuple(heads.total for heads in _heads(shard)))
     num_heads = {(call.queries.shape[1], call.keys.shape[1]) for call in calls}
     if num_heads not in ({own}, {whole}):
-        raise ModelError(
+        raise Unpaged(
             f"the model has {calls[0].queries.shape[1]} query and {calls[0].keys.shape[1]} KV heads in layer 0, and "
             f"config.json says {whole[0]} and {whole[1]}"
         )
     for call, widths in zip(calls, layout.widths, strict=True):
         if (call.keys.shape[2], call.values.shape[2]) != widths:
-            raise ModelError(
+            raise Unpaged(
                 f"a head of layer {call.layer} has {call.keys.shape[2]} + {call.values.shape[2]} elements in K + V, "
                 f"and config.json says {widths.keys} + {widths.values}"
             )

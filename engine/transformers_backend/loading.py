@@ -46,14 +46,17 @@ from engine.model.weights import open_checkpoint, spell
 from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
 from engine.transformers_backend.decoder import (
+    EAGER,
     NAME,
     UNCOMPUTABLE,
     TransformersDecoder,
+    Unpaged,
     check_quantizable,
     in_a_line,
     keep_latents,
     quantize_model,
 )
+from engine.transformers_backend.sequences import SequenceDecoder
 from engine.transformers_backend.stages import keep_stage
 from engine.transformers_backend.tried import TRIED, TRIED_WITH
 from serving_core.errors import ModelError, SettingsError
@@ -86,7 +89,11 @@ def check_staged(config: ModelConfig) -> None:
 
 @torch.inference_mode()
 def check_model(
-    model: TransformersDecoder, attention: Attention, group: RankGroup, config: ModelConfig, max_model_len: int
+    model: TransformersDecoder | SequenceDecoder,
+    attention: Attention,
+    group: RankGroup,
+    config: ModelConfig,
+    max_model_len: int,
 ) -> None:
     """Raise ModelError if the model differs from transformers' own attention. Call on all ranks, before the pool holds
     data.
@@ -96,10 +103,10 @@ def check_model(
     if _is_tried(config):
         return
     layout = attention.pool.layout
-    most_tokens = attention.pool.num_blocks // 2 * layout.block_size
+    most_tokens = (attention.pool.num_blocks // 2 - layout.num_state_blocks) * layout.block_size
     token_ids = [(31 * at + at * at) % config.vocab_size for at in range(min(NUM_TOKENS, max_model_len, most_tokens))]
     if not token_ids:
-        raise ModelError("--verify-model needs two KV blocks at least")
+        raise ModelError(f"--verify-model needs {2 * layout.num_blocks_for(1)} KV blocks at least")
     with _narrow(model.module, NARROW_WINDOW):
         try:
             expected = model.eager(torch.tensor(token_ids, device=attention.pool.device))
@@ -117,7 +124,9 @@ def _is_tried(config: ModelConfig) -> bool:
     return config.architecture in TRIED and transformers.__version__ == TRIED_WITH
 
 
-def _in_parts(model: TransformersDecoder, attention: Attention, token_ids: list[int]) -> torch.Tensor | None:
+def _in_parts(
+    model: TransformersDecoder | SequenceDecoder, attention: Attention, token_ids: list[int]
+) -> torch.Tensor | None:
     """Return the logits of all tokens, computed in parts, each beside a part of the reversed text."""
     pool, logits = attention.pool, []
     num_blocks = pool.layout.num_blocks_for(len(token_ids))
@@ -127,7 +136,7 @@ def _in_parts(model: TransformersDecoder, attention: Attention, token_ids: list[
     for start, end in pairwise(ends):
         beside = Share(backwards[start:end], start, others, samples=False)
         share = Share(token_ids[start:end], start, blocks, samples=True)
-        batch = build_batch([beside, share], pool.layout.block_size, pool.device)
+        batch = build_batch([beside, share], pool.layout.block_size, pool.device, pool.layout.num_state_blocks)
         wanted = torch.arange(end - start, 2 * (end - start), device=pool.device)
         logits.append(model(batch.wanting(wanted), attention))
     rows = [part for part in logits if part is not None]
@@ -337,8 +346,10 @@ def load_transformers(
     settings: EngineSettings,
     *,
     shows_progress: bool = True,
-) -> tuple[TransformersDecoder, int]:
+) -> tuple[TransformersDecoder | SequenceDecoder, int]:
     """Load one rank's part of a model; return it and the bytes of its weights.
+
+    A model that the paged attention cannot compute is computed sequence by sequence, on one rank.
 
     `layout` is that of the rank's pool, `group` the ranks that compute the same layers, `pipeline` the connection to
     other stages, if any; `shows_progress`: as in LoadProgress. Raises ModelError with one sentence for a model that
@@ -376,13 +387,35 @@ def load_transformers(
     model.train(False)
     num_bytes = quantize_model(model, settings.quantization) if quantizes else 0
     num_bytes += sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    return TransformersDecoder(model, group, shard, device, layout, pipeline), num_bytes
+    return _decoder(model, group, shard, device, layout, pipeline), num_bytes
+
+
+def _decoder(
+    model: Any, group: RankGroup, shard: Shard, device: torch.device, layout: KVLayout, pipeline: Pipeline | None
+) -> TransformersDecoder | SequenceDecoder:
+    name = type(model).__name__
+    try:
+        if not model._supports_attention_backend:
+            raise Unpaged(f"{name} does its attention itself, past transformers' interface")
+        return TransformersDecoder(model, group, shard, device, layout, pipeline)
+    except Unpaged as error:
+        if group.size > 1 or pipeline is not None:
+            raise ModelError(f"{error}; on one rank {name} would be computed sequence by sequence") from error
+        model.set_attn_implementation(_own_attention(model))
+        decoder = SequenceDecoder(model, device, layout.block_size, layout.dtype)
+        logger.warning("%s is computed sequence by sequence: %s", name, error)
+        return decoder
+
+
+def _own_attention(model_class: Any) -> str:
+    return "sdpa" if model_class._supports_sdpa else EAGER
 
 
 def _build(theirs: PreTrainedConfig, config: ModelConfig, dtype: torch.dtype) -> Any:
     """Build the whole model on the meta device."""
-    theirs.dtype, theirs._attn_implementation = dtype, NAME
     model_class = _class_of(theirs, config.architecture)
+    theirs.dtype = dtype
+    theirs._attn_implementation = NAME if model_class._supports_attention_backend else _own_attention(model_class)
     try:
         with ContextManagers(model_class.get_init_context(dtype, False, False, None)):
             return model_class(theirs)
@@ -400,9 +433,10 @@ def _read_config(folder: Path, config: ModelConfig, max_model_len: int) -> PreTr
     names = {"vocab_size": config.vocab_size, "num_hidden_layers": config.num_layers}
     names |= {"hidden_size": config.hidden_size, "num_attention_heads": config.num_heads}
     for name, ours in names.items():
-        if getattr(theirs, name, None) != ours:
-            raise ModelError(f"transformers reads {name} as {getattr(theirs, name, None)}, and config.json says {ours}")
-    if (longest := getattr(theirs, "max_position_embeddings", 0)) < config.max_position_embeddings:
+        if (value := getattr(theirs, name, None)) != ours and not (value is None and name == "num_attention_heads"):
+            raise ModelError(f"transformers reads {name} as {value}, and config.json says {ours}")
+    longest = getattr(theirs, "max_position_embeddings", None)
+    if isinstance(longest, int) and longest < config.max_position_embeddings:
         raise ModelError(
             f"transformers reads max_position_embeddings as {longest}, and config.json says "
             f"{config.max_position_embeddings}"
@@ -416,9 +450,9 @@ def _check_rotation(theirs: PreTrainedConfig, max_model_len: int) -> None:
     rope = getattr(theirs, "rope_parameters", None) or {}
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
     for kind in kinds:
-        limit = kind.get("original_max_position_embeddings") or theirs.max_position_embeddings
         if kind.get("rope_type") != LONGROPE:
             continue
+        limit = kind.get("original_max_position_embeddings") or theirs.max_position_embeddings
         logger.info("rope type 'longrope': a text may have the %d tokens of the context before its extension", limit)
         if max_model_len > limit:
             raise ModelError(
@@ -431,8 +465,6 @@ def _class_of(theirs: PreTrainedConfig, architecture: str) -> Any:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(theirs), None)
     if model_class is None or architecture not in (model_class.__name__, TAKEN_FOR.get(model_class.__name__)):
         raise ModelError(f"transformers has no text decoder {architecture!r} for model_type {theirs.model_type!r}")
-    if not model_class._supports_attention_backend:
-        raise ModelError(f"{architecture} is not supported: it does its attention itself, past transformers' interface")
     return model_class
 
 

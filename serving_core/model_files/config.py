@@ -327,7 +327,8 @@ def _fields(
     support the model.
     """
     is_fake = architecture == FAKE_ARCHITECTURE
-    if architecture not in MODEL_TYPES or (model_impl == TRANSFORMERS and not is_fake):
+    is_other_type = config.text("model_type", MODEL_TYPES.get(architecture, "")) != MODEL_TYPES.get(architecture)
+    if architecture not in MODEL_TYPES or is_other_type or (model_impl == TRANSFORMERS and not is_fake):
         return _transformers_fields(config)
     try:
         return _native_fields(said, architecture)
@@ -390,12 +391,14 @@ def _transformers_fields(config: JsonFields) -> dict[str, Any]:
         method = quantization.raw("quant_method")
         raise ModelError(f"weights quantized by {method!r:.80} are not supported for models that transformers computes")
     sizes = config.renamed(_OTHER_NAMES)
-    num_heads, num_layers = sizes.integer("num_attention_heads"), _num_layers(sizes)
+    if isinstance(layer_types := config.raw("layers_block_type"), list):
+        sizes = sizes.with_defaults({"num_hidden_layers": len(layer_types)})
+    num_heads, num_layers = sizes.integer("num_attention_heads", 1), _num_layers(sizes)  # 1: no layer has attention
     hidden_size = sizes.integer("hidden_size")
     said = {name: config.raw(name) for name in sorted(config.names) if name not in NEUTRAL_FIELDS}
     return {
         "hidden_size": hidden_size,
-        "intermediate_size": sizes.integer("intermediate_size", 4 * hidden_size),
+        "intermediate_size": _transformers_neurons(sizes, 4 * hidden_size),
         "num_layers": num_layers,
         "num_heads": num_heads,
         **_kv_heads(sizes, num_heads, max(1, hidden_size // num_heads)),
@@ -414,11 +417,18 @@ def _transformers_fields(config: JsonFields) -> dict[str, Any]:
     }
 
 
+def _transformers_neurons(sizes: JsonFields, default: int) -> int:
+    """Return the feed-forward neurons of a layer; of the largest if config.json has one number a layer."""
+    said = sizes.raw("intermediate_size")
+    is_by_layer = isinstance(said, list) and said and all(type(each) is int and each > 0 for each in said)
+    return int(max(said)) if is_by_layer else sizes.integer("intermediate_size", default)
+
+
 def _transformers_context(sizes: JsonFields) -> int:
     """Return the longest context; for longrope the original one, beyond which a token's rotation depends on the longest
-    text in its batch.
+    text in its batch. UNSTATED_CONTEXT where config.json has none.
     """
-    longest = sizes.integer("max_position_embeddings")
+    longest = sizes.integer("max_position_embeddings", UNSTATED_CONTEXT)
     if rope_kind(sizes) != LONGROPE:
         return longest
     return min(longest, original_context(sizes, longest))
@@ -432,13 +442,14 @@ def _kv_heads(sizes: JsonFields, num_heads: int, head_dim: int) -> dict[str, Any
     return {"num_kv_heads": 1, "head_dim": latent_dim, "has_latent_kv": True}
 
 
-_OTHER_NAMES = {  # names in GPT-2 and its relatives
-    "hidden_size": "n_embd",
-    "intermediate_size": "n_inner",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-    "max_position_embeddings": "n_positions",
+_OTHER_NAMES = {  # in configs of transformers
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+    "num_attention_heads": ("n_head", "num_heads", "n_heads", "attention_heads", "decoder_attention_heads"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers", "decoder_layers"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "model_max_length", "seq_length", "context_length"),
 }
+UNSTATED_CONTEXT: Final = 32_768  # tokens, for models without a limit of their own
 _WITH_MLP_BIAS = ("LlamaForCausalLM", "GraniteForCausalLM", "SmolLM3ForCausalLM")
 _WITH_ATTENTION_BIAS = (
     *_WITH_MLP_BIAS,
@@ -471,7 +482,8 @@ def _architecture(config: JsonFields, model_impl: str) -> tuple[str, str, bool]:
             "" if model_impl == NATIVE else f", and by transformers those named ...{' or ...'.join(DECODER_SUFFIXES)}"
         )
         raise ModelError(f"architecture {name!r} is not supported; supported are {supported}{more}")
-    if name in MODEL_TYPES and model_type != MODEL_TYPES[name]:
+    is_native_alone = model_impl == NATIVE or not model_type or model_type in MODEL_TYPES.values()
+    if name in MODEL_TYPES and model_type != MODEL_TYPES[name] and is_native_alone:
         raise config.error("model_type", f"{MODEL_TYPES[name]!r} for {name}")
     return name, model_type, name != names[0]
 

@@ -90,7 +90,7 @@ def _numbers(config: JsonFields) -> tuple[int, int]:
     """Return the numbers of experts, and of experts per token."""
     if config.raw("quantization_config") is not None:
         raise ModelError("a quantization_config is not supported for mixtures of experts; --quantization int8 is")
-    config = config.renamed({"num_experts": "num_local_experts"})  # the name differs by family and version
+    config = config.renamed({"num_experts": ("num_local_experts",)})  # the name differs by family and version
     num_experts, num_chosen = config.integer("num_experts"), config.integer("num_experts_per_tok")
     if num_experts > MOST_EXPERTS:
         raise config.error("num_experts", f"at most {MOST_EXPERTS}")

@@ -41,6 +41,8 @@ def fingerprint(
     facts["kv_cache_dtype"] = layout.dtype
     facts["block_size"] = str(layout.block_size)
     facts["kv_widths"] = layout.layers_text
+    if layout.state_bytes:
+        facts["state_bytes"] = str(layout.state_bytes)
     facts["weights"] = _weights(folder, config)
     return facts
 

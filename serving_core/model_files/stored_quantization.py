@@ -73,7 +73,7 @@ def _gptq(fields: JsonFields) -> StoredQuantization:
     bits = fields.integer("bits")
     if bits not in (4, 8):
         raise _unsupported("bits", bits, "4, 8")
-    stored_as = fields.renamed({"checkpoint_format": "format"}).text("checkpoint_format", "gptq").lower()
+    stored_as = fields.renamed({"checkpoint_format": ("format",)}).text("checkpoint_format", "gptq").lower()
     if stored_as not in ("gptq", "gptq_v2"):
         raise _unsupported("checkpoint_format", stored_as, "gptq, gptq_v2")
     if fields.raw("dynamic"):
@@ -85,7 +85,7 @@ def _awq(fields: JsonFields) -> StoredQuantization:
     bits = fields.integer("bits" if "bits" in fields else "w_bit")
     if bits != 4:
         raise _unsupported("bits", bits, "4")
-    version = fields.renamed({"version": "format"}).text("version", "gemm").lower()
+    version = fields.renamed({"version": ("format",)}).text("version", "gemm").lower()
     if version != "gemm":
         raise _unsupported("version", version, "gemm")
     if not fields.boolean("zero_point", True):

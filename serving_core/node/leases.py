@@ -103,7 +103,8 @@ class Leases:
     def num_tokens_held(self, node_request: NodeRequest) -> int:
         """Return how many tokens the request has blocks for, on this node and in remote KV."""
         assert node_request.lease is not None
-        return (node_request.num_remote_blocks + len(node_request.lease.block_ids)) * self._layout.block_size
+        num_held = node_request.num_remote_blocks + len(node_request.lease.block_ids)
+        return (num_held - self._layout.num_state_blocks) * self._layout.block_size
 
     def shed(self, node_request: NodeRequest, num_blocks: int) -> None:
         """Release the leading blocks, which remote KV now holds."""
@@ -197,8 +198,8 @@ class Leases:
         return True
 
     def final_blocks(self, node_request: NodeRequest) -> list[int]:
-        """Return the blocks that no later step writes to."""
-        if node_request.lease is None:
+        """Return the leading blocks that no later step writes to; none where they begin with a fixed state."""
+        if node_request.lease is None or self._layout.state_bytes:
             return []
         return node_request.lease.block_ids[: self._full_blocks(node_request.num_computed)]
 

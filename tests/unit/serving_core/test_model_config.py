@@ -417,7 +417,7 @@ def test_native_and_transformers_by_name(read):
             {"quantization_config": {"quant_method": "mxfp4"}},
             "weights quantized by 'mxfp4' are not supported for models that",
         ),
-        ({"num_attention_heads": None}, "num_attention_heads is missing"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers .* must be at most 1024"),
         ({"num_key_value_heads": 3}, r"num_key_value_heads .* must be a divisor of num_attention_heads \(4\)"),
     ],
