@@ -1,9 +1,9 @@
-"""Grant credit: reserve blocks for prompts that other nodes prefill and for sequences that migrate here.
+"""Give credit: reserve blocks for prompts that other nodes prefill and for sequences that migrate here.
 
 No I/O, no clock.
 
 A credit covers the prompt and the first output token, or a migrating sequence and the tokens that it gains meanwhile.
-It is granted while there are running slots and blocks, and leaves one block for each request that grows. Leading blocks
+It is given while there are running slots and blocks, and leaves one block for each request that grows. Leading blocks
 of a prompt that are in the prefix cache need no transfer: they are leased with the rest, so no other tokens can take
 them. If more of them are in transfer for another request with the same beginning, the prompt gets its credit after that
 request, so that the blocks are sent and held once. A migrating sequence must continue with the same bits: only cached

@@ -194,7 +194,7 @@ __all__ = ["KVReceiver", "Received", "TransferFailed"]
 MAX_OPEN = 1024
 
 OnReceived = Callable[[Received | TransferFailed], None]
-OnComing = Callable[[], None]
+OnReceiving = Callable[[], None]
 
 
 class KVReceiver:
@@ -243,18 +243,19 @@ class KVReceiver:
         descriptor: TransferDescriptor,
         block_ids: Sequence[int],
         on_done: OnReceived,
-        on_coming: OnComing | None = None,
+        on_receiving: OnReceiving | None = None,
     ) -> None:
         """Open these blocks, cached ones included, to the descriptor's channels that end at this rank.
 
         on_done is called once, from the loop: with success if every channel has committed, else with the first failure.
-        Nothing is written to the blocks afterwards. on_coming is called before it, from the loop, at the first message.
-        Raises TransferError if the descriptor does not fit, its epoch is in use, or MAX_OPEN transfers are open.
+        Nothing is written to the blocks afterwards. on_receiving is called before it, from the loop, at the first
+        message. Raises TransferError if the descriptor does not fit, its epoch is in use, or MAX_OPEN transfers are
+        open.
         """
         if self._is_closed or len(self._open) >= MAX_OPEN:
             raise TransferError(f"no further transfer can be granted: {len(self._open)} of {MAX_OPEN} are open")
         self._check(descriptor, len(block_ids))
-        transfer = _Transfer(self, descriptor, tuple(block_ids), on_done, on_coming)
+        transfer = _Transfer(self, descriptor, tuple(block_ids), on_done, on_receiving)
         self._open[descriptor.epoch] = transfer
         self._channels.update({channel.session.channel.transfer_id: channel for channel in transfer.channels})
 
@@ -344,12 +345,12 @@ class _Transfer:
         descriptor: TransferDescriptor,
         block_ids: Sequence[int],
         on_done: OnReceived,
-        on_coming: OnComing | None,
+        on_receiving: OnReceiving | None,
     ) -> None:
         self._receiver = receiver
         self.began_s: float | None = None  # time of the first message
         self._epoch = descriptor.epoch
-        self._on_done, self._on_coming = on_done, on_coming
+        self._on_done, self._on_receiving = on_done, on_receiving
         self._results: dict[ReceivingChannel, Received | TransferFailed] = {}  # in the order of their ends
         payload, store = receiver.transport.payload, receiver.store
         self.channels = [
@@ -361,8 +362,8 @@ class _Transfer:
         """Note the first message."""
         if self.began_s is None:
             self.began_s = now
-            if self._on_coming is not None:
-                asyncio.get_running_loop().call_soon(self._on_coming)
+            if self._on_receiving is not None:
+                asyncio.get_running_loop().call_soon(self._on_receiving)
 
     def cancel(self) -> None:
         for channel in self.channels:

@@ -8,9 +8,9 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RankCommand(_message.Message):
-    __slots__ = ("step", "grant", "send", "finish_send", "cancel_transfer", "stop", "send_more", "admit", "spill", "load_blocks", "cancel_load")
+    __slots__ = ("step", "credit", "send", "finish_send", "cancel_transfer", "stop", "send_more", "admit", "spill", "load_blocks", "cancel_load")
     STEP_FIELD_NUMBER: _ClassVar[int]
-    GRANT_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
     SEND_FIELD_NUMBER: _ClassVar[int]
     FINISH_SEND_FIELD_NUMBER: _ClassVar[int]
     CANCEL_TRANSFER_FIELD_NUMBER: _ClassVar[int]
@@ -21,7 +21,7 @@ class RankCommand(_message.Message):
     LOAD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CANCEL_LOAD_FIELD_NUMBER: _ClassVar[int]
     step: StepPlan
-    grant: Grant
+    credit: Credit
     send: Send
     finish_send: FinishSend
     cancel_transfer: CancelTransfer
@@ -31,23 +31,23 @@ class RankCommand(_message.Message):
     spill: Spill
     load_blocks: LoadBlocks
     cancel_load: CancelLoad
-    def __init__(self, step: _Optional[_Union[StepPlan, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., finish_send: _Optional[_Union[FinishSend, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., send_more: _Optional[_Union[SendMore, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., spill: _Optional[_Union[Spill, _Mapping]] = ..., load_blocks: _Optional[_Union[LoadBlocks, _Mapping]] = ..., cancel_load: _Optional[_Union[CancelLoad, _Mapping]] = ...) -> None: ...
+    def __init__(self, step: _Optional[_Union[StepPlan, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., finish_send: _Optional[_Union[FinishSend, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., send_more: _Optional[_Union[SendMore, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., spill: _Optional[_Union[Spill, _Mapping]] = ..., load_blocks: _Optional[_Union[LoadBlocks, _Mapping]] = ..., cancel_load: _Optional[_Union[CancelLoad, _Mapping]] = ...) -> None: ...
 
 class RankEvent(_message.Message):
-    __slots__ = ("hello", "load", "granted", "transfer_ended", "caught_up", "loaded")
+    __slots__ = ("hello", "load", "credited", "transfer_ended", "caught_up", "loaded")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
-    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    CREDITED_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ENDED_FIELD_NUMBER: _ClassVar[int]
     CAUGHT_UP_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     load: _inference_pb2.RankLoad
-    granted: Granted
+    credited: Credited
     transfer_ended: TransferEnded
     caught_up: CaughtUp
     loaded: Loaded
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., load: _Optional[_Union[_inference_pb2.RankLoad, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., caught_up: _Optional[_Union[CaughtUp, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., load: _Optional[_Union[_inference_pb2.RankLoad, _Mapping]] = ..., credited: _Optional[_Union[Credited, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., caught_up: _Optional[_Union[CaughtUp, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ...) -> None: ...
 
 class StepPlan(_message.Message):
     __slots__ = ("shares",)
@@ -73,7 +73,7 @@ class Share(_message.Message):
     adapter: str
     def __init__(self, epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[bool] = ..., num_scored: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
-class Grant(_message.Message):
+class Credit(_message.Message):
     __slots__ = ("epoch", "descriptor", "block_ids")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
@@ -167,7 +167,7 @@ class RankHello(_message.Message):
     kv_key: bytes
     def __init__(self, rank: _Optional[int] = ..., secret: _Optional[bytes] = ..., kv_address: _Optional[str] = ..., kv_key: _Optional[bytes] = ...) -> None: ...
 
-class Granted(_message.Message):
+class Credited(_message.Message):
     __slots__ = ("epoch",)
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     epoch: int

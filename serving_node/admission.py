@@ -162,8 +162,8 @@ class Admission:
 
     def _unready(self) -> list[NodeRequest]:
         """Return the requests with credit whose KV has not begun to arrive and that are not known to be prefilled."""
-        granted = self._node_requests.in_state(RequestState.RECEIVING_KV)
-        return [each for each in granted if can_preempt(each) and not each.is_ready and not each.has_come]
+        credited = self._node_requests.in_state(RequestState.RECEIVING_KV)
+        return [each for each in credited if can_preempt(each) and not each.is_ready and not each.has_arrived]
 
     def num_running(self) -> int:
         """Return the sequences that decode here or will as soon as their KV is complete; each needs more blocks."""

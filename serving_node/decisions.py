@@ -31,7 +31,7 @@ class CompileGrammar:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Open the request's first `num_blocks` blocks to the node that has its KV; report `granted`, then `received`."""
+    """Open the request's first `num_blocks` blocks to the node that has its KV; report `credited`, then `received`."""
 
     node_request: NodeRequest
     num_blocks: int
@@ -68,7 +68,7 @@ class FinishSend:
 
 @dataclass(frozen=True, slots=True)
 class FetchPrefix:
-    """Open these blocks, except the cached ones, to the node that offers them; report `granted`, then `received`."""
+    """Open these blocks, except the cached ones, to the node that offers them; report `credited`, then `received`."""
 
     offer: Offer
     block_ids: list[int]

@@ -96,7 +96,7 @@ class PeerFetch(KVSource):
         self._begin(node_request, offer, num_tokens, now)
         return True
 
-    def _granted(self, fetch: _PrefixFetch, descriptor: bytes) -> None:
+    def _credited(self, fetch: _PrefixFetch, descriptor: bytes) -> None:
         """Report the descriptor by which the source may send, or give up the fetch of a request that is ending."""
         if fetch.node_request.is_ending:
             self._give_up(fetch)
@@ -144,7 +144,7 @@ class PeerFetch(KVSource):
     def _begin(self, node_request: NodeRequest, offer: Offer, num_tokens: int, now: float) -> None:
         prefix_fetch = self._leases.begin_prefix_fetch(node_request, num_tokens)
         self._under_way[offer.epoch] = fetch = _PrefixFetch(node_request, offer, prefix_fetch, now)
-        transfer = Transfer(on_granted=partial(self._granted, fetch), on_received=partial(self._received, fetch))
+        transfer = Transfer(on_credited=partial(self._credited, fetch), on_received=partial(self._received, fetch))
         self._transfers.begin(offer.epoch, transfer)
         self._decisions.add(FetchPrefix(offer, prefix_fetch.lease.block_ids, prefix_fetch.lease.num_cached))
 

@@ -520,13 +520,13 @@ class NodeScheduler:
 
     # ---- transfers ----
 
-    def granted(self, epoch: int, descriptor: bytes) -> None:
+    def credited(self, epoch: int, descriptor: bytes) -> None:
         """Report the descriptor of a `Receive` or `FetchPrefix`, for which every rank is ready."""
-        self._transfers.granted(epoch, descriptor)
+        self._transfers.credited(epoch, descriptor)
 
-    def coming(self, epoch: int) -> None:
+    def receiving(self, epoch: int) -> None:
         """Note that the sender of a `Receive` or `FetchPrefix` has begun."""
-        self._transfers.coming(epoch)
+        self._transfers.receiving(epoch)
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
         """Record the end of a `Receive` or `FetchPrefix`."""

@@ -205,7 +205,6 @@ async def _follow(
     leader = await Leader.join(engine.group.exchange, receiver.address, sender.transport.key, rank_load(engine))
     stepper: Stepper[Share, None] = Stepper(engine.follow)
     transfers = FollowerTransfers(
-        engine.layout,
         sender,
         receiver,
         leader,

@@ -46,8 +46,8 @@ def _nothing(*_: object) -> None: ...
 class Transfer:
     """The owner of one transfer under way: what the events of the transfer call. Each end has some of them."""
 
-    on_granted: Callable[[bytes], None] = _nothing  # with the descriptor, once every rank has opened its blocks
-    on_coming: Callable[[], None] = _nothing
+    on_credited: Callable[[bytes], None] = _nothing  # with the descriptor, once every rank has opened its blocks
+    on_receiving: Callable[[], None] = _nothing
     on_received: Callable[[Received | TransferFailed, float], None] = _nothing
     on_caught_up: Callable[[], None] = _nothing
     on_sent: Callable[[Sent | TransferFailed, float], None] = _nothing
@@ -64,14 +64,14 @@ class Transfers:
     def begin(self, epoch: int, transfer: Transfer) -> None:
         self._under_way[epoch] = transfer
 
-    def granted(self, epoch: int, descriptor: bytes) -> None:
+    def credited(self, epoch: int, descriptor: bytes) -> None:
         """Note that every rank has opened the blocks of a transfer to this node."""
-        self._under_way[epoch].on_granted(descriptor)
+        self._under_way[epoch].on_credited(descriptor)
 
-    def coming(self, epoch: int) -> None:
+    def receiving(self, epoch: int) -> None:
         """Note that the sender of a transfer to this node has begun."""
         if transfer := self._under_way.get(epoch):
-            transfer.on_coming()
+            transfer.on_receiving()
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
         """Record the end of a transfer to this node."""
@@ -165,8 +165,8 @@ class IncomingTransfers:
         """Open a transfer to this node for a request that has credit."""
         incoming_of(node_request).transfer = IncomingTransfer()
         transfer = Transfer(
-            on_granted=partial(self._granted, node_request),
-            on_coming=partial(self._coming, node_request),
+            on_credited=partial(self._credited, node_request),
+            on_receiving=partial(self._receiving, node_request),
             on_received=partial(self._received, node_request),
         )
         self._transfers.begin(node_request.request.epoch, transfer)
@@ -192,12 +192,12 @@ class IncomingTransfers:
         waiting = self._node_requests.in_state(RequestState.WAITING_FOR_BLOCKS)
         return [each for each in waiting if not each.is_ending]
 
-    def _granted(self, node_request: NodeRequest, descriptor: bytes) -> None:
+    def _credited(self, node_request: NodeRequest, descriptor: bytes) -> None:
         if not node_request.is_ending and not node_request.is_revoked:
             attempt = attempt_of(node_request.request)
             self._decisions.report(reserved=fleet_pb2.Reserved(attempt=attempt, descriptor=descriptor))
 
-    def _coming(self, node_request: NodeRequest) -> None:
+    def _receiving(self, node_request: NodeRequest) -> None:
         transfer = incoming_of(node_request).transfer
         assert transfer is not None
         transfer.has_begun = True

@@ -125,12 +125,12 @@ class Worker:
 
     # ---- KV transfers ----
 
-    def granted(self, epoch: int, descriptor: bytes) -> None:
-        self.logic.granted(epoch, descriptor)
+    def credited(self, epoch: int, descriptor: bytes) -> None:
+        self.logic.credited(epoch, descriptor)
         self.carry_out()
 
-    def coming(self, epoch: int) -> None:
-        self.logic.coming(epoch)
+    def receiving(self, epoch: int) -> None:
+        self.logic.receiving(epoch)
 
     def received(self, epoch: int, result: Received | TransferFailed) -> None:
         self.logic.received(epoch, result, self._clock.time())

@@ -241,7 +241,7 @@ class NodeRequest:
         return self.incoming is not None and self.incoming.transfer is not None
 
     @property
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         """Return whether some KV of another node has arrived in the reserved blocks."""
         return self.incoming is not None and self.incoming.transfer is not None and self.incoming.transfer.has_begun
 

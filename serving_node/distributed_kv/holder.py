@@ -208,7 +208,7 @@ class Claim(Reserve):
         return node_request.age > self.age
 
     def _gives_way(self, node_request: NodeRequest) -> bool:
-        loses_nothing = node_request.is_receiving and not node_request.has_come
+        loses_nothing = node_request.is_receiving and not node_request.has_arrived
         return (loses_nothing or self._is_due) and can_preempt(node_request)
 
     def _makes_up(self, leaves: Callable[[NodeRequest], bool]) -> bool:

@@ -99,7 +99,7 @@ class Transfers:
         descriptor = TransferDescriptor(epoch, self._layout, 1, 1, *sizes, TTL_S, (end,), behind=behind).encode()
         transfer = Transfer(receiver, epoch, num_blocks, num_cached)
         self._by_descriptor[descriptor] = self._receiving[receiver, epoch] = transfer
-        receiver.worker.granted(epoch, descriptor)
+        receiver.worker.credited(epoch, descriptor)
 
     def _send(self, sender: End, epoch: int, descriptor: bytes, num_blocks: int) -> None:
         """Begins a transfer, of which so many leading blocks are final."""
@@ -119,7 +119,7 @@ class Transfers:
             return
         num_new = max(0, min(num_blocks, transfer.num_blocks) - transfer.num_ready)
         if num_new and not transfer.num_sent:
-            transfer.receiver.worker.coming(transfer.epoch)
+            transfer.receiver.worker.receiving(transfer.epoch)
         transfer.num_ready += num_new
         transfer.num_sent += num_new
         now, bytes_s = self._agenda.now, self.bytes_s(sender, transfer.receiver, num_new * self._block_bytes)

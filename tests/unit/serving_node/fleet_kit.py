@@ -233,7 +233,7 @@ class Fleet:
         if channel.is_granted or channel.receiver_has_heard:
             return False
         channel.is_granted = True
-        channel.receiver.worker.granted(channel.epoch, channel.descriptor)
+        channel.receiver.worker.credited(channel.epoch, channel.descriptor)
         channel.receiver.check()
         return True
 
@@ -247,7 +247,7 @@ class Fleet:
         num_before = channel.num_arrived
         if channel.carry():
             if num_before == channel.num_cached:
-                channel.receiver.worker.coming(channel.epoch)
+                channel.receiver.worker.receiving(channel.epoch)
             return True
         if channel.outgoing.is_finished:
             channel.commit()

@@ -321,7 +321,7 @@ class Node(Ports):
 
     def grant(self, request):
         """Every rank awaits the blocks."""
-        self.worker.granted(request.epoch, self.opened[request.epoch].descriptor)
+        self.worker.credited(request.epoch, self.opened[request.epoch].descriptor)
         self.check()
 
     def arrive(self, request, tail=None, num_tokens=1, num_bytes=None):
@@ -343,7 +343,7 @@ class Node(Ports):
 
     def coming(self, request):
         """The first of its KV is here."""
-        self.worker.coming(request.epoch)
+        self.worker.receiving(request.epoch)
         self.settle()
 
     def caught_up(self, request):
@@ -482,7 +482,7 @@ class Node(Ports):
         self.opened[epoch] = Opened(node_request.request, block_ids, num_cached, descriptor)
         self.kv.spoil(block_ids, range(num_cached * BLOCK_SIZE, num_blocks * BLOCK_SIZE))  # it may begin to arrive
         if self.grants_at_once:
-            self.worker.granted(epoch, descriptor)
+            self.worker.credited(epoch, descriptor)
 
     def _open_to_lender(self, epoch, fetch_prefix):
         self.prefix_fetch_begun[epoch] = fetch_prefix
@@ -491,7 +491,7 @@ class Node(Ports):
         descriptor = a_descriptor(
             num_blocks, num_cached=fetch_prefix.num_cached, num_tokens=num_blocks * BLOCK_SIZE, epoch=epoch
         )
-        self.worker.granted(epoch, descriptor)
+        self.worker.credited(epoch, descriptor)
 
     def _do_in_tier(self, decision):
         match decision:

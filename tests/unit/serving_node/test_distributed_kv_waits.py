@@ -178,7 +178,7 @@ def test_a_grant_of_which_nothing_has_come_gives_way_at_once(has_begun, waits_s)
     granted = [node.await_prompt(str(age), age, num_tokens=11) for age in (5, 6)]
     assert [each.state for each in granted] == [RequestState.RECEIVING_KV] * 2
     for each in granted * has_begun:
-        node.worker.coming(each.request.epoch)
+        node.worker.receiving(each.request.epoch)
     assert not node.asked()
     while not any(each.is_revoked for each in granted):
         assert not node.compute()

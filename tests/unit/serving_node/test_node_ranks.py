@@ -94,8 +94,8 @@ class Node:
     def lead(self, followers, overlap_min_tokens):
         self.followers = followers
         events = SimpleNamespace(
-            granted=lambda epoch, descriptor: self.received.was_granted(epoch),
-            coming=self.received.comes,
+            credited=lambda epoch, descriptor: self.received.was_granted(epoch),
+            receiving=self.received.comes,
             received=self.received.ended,
             caught_up=self.sent.has_caught_up,
             sent=self.sent.ended,
@@ -106,7 +106,6 @@ class Node:
 
     def follow(self, rank, leader, overlap_min_tokens):
         transfers = FollowerTransfers(
-            self.stores[rank].layout,
             self.senders[rank],
             self.receivers[rank],
             leader,

@@ -39,9 +39,9 @@ async def test_reports_come_with_their_rank(monkeypatch):
     reports = []
     async with crew(monkeypatch, 2, {1: "tcp://one", 2: "tcp://two"}) as (followers, leaders):
         assert followers.kv_addresses == {1: "tcp://one", 2: "tcp://two"}
-        followers.on_event = lambda rank, event: reports.append((rank, event.granted.epoch))
+        followers.on_event = lambda rank, event: reports.append((rank, event.credited.epoch))
         watching = asyncio.create_task(followers.watch())
-        leaders[1].send(granted=ranks_pb2.Granted(epoch=5))
+        leaders[1].send(credited=ranks_pb2.Credited(epoch=5))
         beating = asyncio.create_task(leaders[0].report_load())
         async with asyncio.timeout(60):
             while not (reports and followers.loads):
@@ -167,7 +167,7 @@ async def test_a_follower_that_reads_nothing_is_given_up(monkeypatch):
 
         def send_without_end():
             while True:
-                followers.send(grant=ranks_pb2.Grant(block_ids=block_ids))
+                followers.send(credit=ranks_pb2.Credit(block_ids=block_ids))
 
         with pytest.raises(RankLost, match="unread"):
             send_without_end()

@@ -370,7 +370,7 @@ async def test_followers_are_told_every_chunk(tmp_path, monkeypatch):
         receiver = KVReceiver(node.network.listener("rank-1"), pool, rank=1, tp_size=2)
         sender = KVSender(node.network.dialer(), pool, rank=1, tp_size=2, deadline_s=5.0)
         stepper = Stepper(lambda parts, _: shares.append([(len(part.token_ids), part.samples) for part in parts]))
-        transfers = FollowerTransfers(pool.layout, sender, receiver, leader, 16, may_lag=False)
+        transfers = FollowerTransfers(sender, receiver, leader, 16, may_lag=False)
         following = asyncio.create_task(Follower(leader, stepper, transfers).run())
         node.local("a", range(20), max_tokens=3)
         await node.idle()

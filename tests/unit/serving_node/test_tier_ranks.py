@@ -119,17 +119,17 @@ async def test_a_follower_copies_what_its_steps_have_written(monkeypatch):
         fill(ranks.pools[1], 0, 5)
         request = Request("r", 1, [1, 2], 2, SamplingParams(max_tokens=1))
         ranks.followers.announce([Work(request, 0, 2, [0])])
-        ranks.followers.send(grant=ranks_pb2.Grant(epoch=6))
+        ranks.followers.send(credit=ranks_pb2.Credit(epoch=6))
         ranks.tier.carry_out(Spill(Copies([], [0], [0])))
-        ranks.followers.send(grant=ranks_pb2.Grant(epoch=7))
+        ranks.followers.send(credit=ranks_pb2.Credit(epoch=7))
         ranks.tier.carry_out(Load(1, [0], [2]))
         async with asyncio.timeout(DEADLINE_S):
             while not ranks.transfers.told:
                 await asyncio.sleep(0.001)
-        assert ranks.transfers.told == [("grant", 5)]
+        assert ranks.transfers.told == [("credit", 5)]
         ranks.lets_step_end.set()
         assert await ranks.next_loaded() == (1, 1)
-        assert ranks.transfers.told == [("grant", 5), ("grant", 9)]
+        assert ranks.transfers.told == [("credit", 5), ("credit", 9)]
         assert value_of(ranks.pools[1], 2) == 9
 
 
@@ -142,14 +142,14 @@ async def test_a_cancel_does_not_overtake_the_grant_that_waited_for_a_copy(monke
         ranks.followers.announce([Work(request, 0, 2, [0])])
         ranks.tier.carry_out(Spill(Copies([], [0], [0])))
         ranks.followers.announce([Work(request, 0, 2, [0])])
-        ranks.followers.send(grant=ranks_pb2.Grant(epoch=7))
+        ranks.followers.send(credit=ranks_pb2.Credit(epoch=7))
         ranks.lets_step_end.set()
         await asyncio.wait_for(copied.wait(), DEADLINE_S)
         ranks.followers.send(cancel_transfer=ranks_pb2.CancelTransfer(epoch=7))
         async with asyncio.timeout(DEADLINE_S):
             while len(ranks.transfers.told) < 2:
                 await asyncio.sleep(0.001)
-        assert [kind for kind, _ in ranks.transfers.told] == ["grant", "cancel_transfer"]
+        assert [kind for kind, _ in ranks.transfers.told] == ["credit", "cancel_transfer"]
 
 
 async def test_a_load_that_was_given_up_is_not_told(monkeypatch):
