@@ -27,7 +27,7 @@ from engine.offload.placement import Placement, choose_store
 from engine.ops.backends import choose_ops
 from engine.parallel import LEADER, RankGroup, alone, choose_device, on_all_ranks
 from engine.pipeline import Pipeline
-from engine.streams import StepStream
+from engine.stepper import StepStream
 from serving_core.errors import ModelError, SettingsError
 from serving_core.grammars import Grammars
 from serving_core.layout import KVLayout

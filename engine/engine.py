@@ -21,7 +21,7 @@ from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
 from engine.pooling import pool
 from engine.sampler import sample_step
-from engine.streams import StepStream
+from engine.stepper import StepStream
 from serving_core.errors import ModelError
 from serving_core.grammars import Grammars
 from serving_core.layout import KVLayout

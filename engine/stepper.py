@@ -1,5 +1,10 @@
 """Run an engine's steps in a thread, and classify the errors of a step.
 
+On a CUDA device the event loop's thread moves KV in a stream of its own, so that neither thread waits for the other's
+queue. Between the threads the rules of host memory hold. A layer is reported, and a step is over, when the device has
+computed it. A read or write of the pool is over when it returns. On a CPU, which has no streams, `StepStream` does
+nothing.
+
 Async scheduling: while a step runs, the event loop may offer the next step. When the running step is done, the thread
 decides by its result whether the offered step follows. If so, that step begins at once, and meanwhile the event loop
 processes the result of the first step. The end of the second step may depend on that result, so it waits until the loop
@@ -11,8 +16,9 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -21,6 +27,78 @@ import torch
 from engine.offload.layers_on_disk import WeightsLost
 from serving_core.process import failpoints
 from serving_core.requests import OnLayer
+
+FIRST = -1  # stream priority: KV copies are short, and run before the next kernels of a step
+
+
+def take_own_stream(device: torch.device) -> None:
+    """Give this thread a stream of its own, ordered after all work queued before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device, priority=FIRST))  # type: ignore[no-untyped-call]
+
+
+class StepStream:
+    """The stream that computes steps: the stream that is current at construction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def taken(self) -> AbstractContextManager[object]:
+        """Return a context in which another thread works in this stream."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    @contextmanager
+    def step(self, on_layer: OnLayer | None = None) -> Iterator["LayerReports"]:
+        """Enclose the computation of a step. On exit the device has computed it, also if the step failed, so that its
+        blocks can be reused.
+        """
+        layers = LayerReports(on_layer, self._stream)
+        try:
+            yield layers
+            layers.await_last()
+        finally:
+            if self._stream is not None:
+                self._stream.synchronize()
+
+
+class LayerReports:
+    """Reports layers when the device has computed their queued kernels. On a CPU nothing is queued."""
+
+    def __init__(self, on_layer: OnLayer | None, stream: torch.cuda.Stream | None) -> None:
+        self._on_layer = on_layer
+        self._stream = stream
+        self._queued: deque[tuple[torch.cuda.Event, int]] = deque()
+
+    @property
+    def on_queued(self) -> OnLayer | None:
+        """Return the callback for the model; None if there is no listener."""
+        return self._on_layer if self._on_layer is None or self._stream is None else self._queue
+
+    def await_all_but_last(self) -> None:
+        """Report all layers but the last, so that the work after the layers can be queued meanwhile."""
+        while len(self._queued) > 1:
+            self._await_next()
+
+    def await_last(self) -> None:
+        """Report all layers."""
+        while self._queued:
+            self._await_next()
+
+    def _queue(self, num_layers: int) -> None:
+        assert self._stream is not None
+        while self._queued and self._queued[0][0].query():  # type: ignore[no-untyped-call]
+            self._await_next()
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        self._queued.append((event, num_layers))
+
+    def _await_next(self) -> None:
+        assert self._on_layer is not None
+        event, num_layers = self._queued.popleft()
+        event.synchronize()
+        self._on_layer(num_layers)
+
 
 OUT_OF_MEMORY: Final = 2  # CUDA error code
 OF_TRITON: Final = "Triton Error [CUDA]"

@@ -8,9 +8,20 @@ from typing import Any, Final
 
 import psutil
 
-from kv_transfer.packing import check_bytes, check_int, check_seconds, check_text, pack, unpack
 from kv_transfer.plan import Grid, KVCopy, plan_nodes
 from kv_transfer.results import TransferError
+from kv_transfer.wire import (
+    MAX_BLOCKS,
+    MAX_EPOCH,
+    MAX_LAYERS,
+    TRANSFER_ID_BYTES,
+    check_bytes,
+    check_int,
+    check_seconds,
+    check_text,
+    pack,
+    unpack,
+)
 from serving_core.errors import SettingsError
 from serving_core.layout import DTYPE_BYTES, KVLayout, Widths
 from serving_core.net.ports import before_port
@@ -81,13 +92,9 @@ def holder_address_of(kv_transport: str, kv_bind: str) -> tuple[str, int]:
 
 
 VERSION = 8  # of descriptors and of the messages in the channels; both ends must have the same version
-TRANSFER_ID_BYTES = 16
-MAX_EPOCH = 2**32 - 1
 MAX_TP = 64
 MAX_RANKS = 64  # of one node, over all stages
 MAX_CHANNELS = 256
-MAX_LAYERS = 1024  # of a model
-MAX_BLOCKS = 2**20  # of one transfer
 MAX_TOKENS = 2**32 - 1
 MAX_TTL_S = 86400.0
 MAX_ADDRESS_BYTES = 256

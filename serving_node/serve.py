@@ -14,13 +14,12 @@ from engine.cache.tier_store import TierStore
 from engine.drafting import Drafter
 from engine.engine import Engine
 from engine.parallel import choose_device, join, on_all_ranks
-from engine.stepper import Stepper
-from engine.streams import take_own_stream
+from engine.stepper import Stepper, take_own_stream
 from kv_transfer.descriptor import endpoint_of
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
-from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
+from kv_transfer.transports.zmq_keys import Keyring
 from serving_core.errors import SettingsError
 from serving_core.net.descriptors import Spares, kept_spares
 from serving_core.node.costs import StepRates

@@ -46,7 +46,7 @@ from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import PARTS, Node, does, fitting, has_path
 from coordinator.control.placement.costs import Wanted
 from coordinator.control.placement.slo_forecast import SloForecast, spared_node, step_s
-from coordinator.control.request import Migration, Request, State
+from coordinator.control.request import IN_MIGRATION, ON_NODES, Migration, Request, State, Transition
 from protos import fleet_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
@@ -108,7 +108,7 @@ class Migrations:
         describe_sender(reserve, migration.source)
         return [Send(target, fleet_pb2.NodeCommand(reserve=reserve, attempt=reserve.job.attempt))]
 
-    def target_reserved(self, request: Request, event: fleet_pb2.Reserved, now: float) -> list[Instruction]:
+    def target_reserved(self, request: Request, node: Node, event: fleet_pb2.Reserved, now: float) -> list[Instruction]:
         """Have the source send, as the target has reserved blocks."""
         migration = _migration_of(request)
         request.enter(State.MIGRATING, now)
@@ -116,7 +116,9 @@ class Migrations:
         migrate = fleet_pb2.Migrate(attempt=about, descriptor=event.descriptor)
         return [Send(migration.source, fleet_pb2.NodeCommand(migrate=migrate, attempt=about))]
 
-    def target_committed(self, request: Request, event: fleet_pb2.Committed, now: float) -> list[Instruction]:
+    def target_committed(
+        self, request: Request, node: Node, event: fleet_pb2.Committed, now: float
+    ) -> list[Instruction]:
         """Make the target's attempt the current one: it has all KV, and decodes on."""
         migration, ledger, request_id = _migration_of(request), self._ledger, request.request_id
         cancels = self._releases.cancel_attempt(request, now)
@@ -137,8 +139,23 @@ class Migrations:
         self._metrics.kv_transferred(event.num_bytes, event.num_bytes_saved)
         return [*cancels, migration_ended(request, migration, MigrationOutcome.MIGRATED, now, event.num_bytes)]
 
-    def give_up(self, request: Request, now: float) -> list[Instruction]:
+    def target_revoked(self, request: Request, node: Node, event: object, now: float) -> list[Instruction]:
         """Abandon a migration before the commit: the target drops its part, and then the source decodes on."""
+        return self._give_up(request, now)
+
+    def check_target(self, request: Request, node: Node, event: None, now: float) -> list[Instruction]:
+        """Abandon a migration whose target has not reserved blocks within RESERVE_TIMEOUT_S."""
+        is_overdue = now - _migration_of(request).started_s >= RESERVE_TIMEOUT_S
+        return self._give_up(request, now) if is_overdue else []
+
+    def source_failed(
+        self, request: Request, node: Node, event: fleet_pb2.MigrationFailed, now: float
+    ) -> list[Instruction]:
+        """Handle that the source cannot send. It may have stopped decoding, and then waits for Keep or Cancel."""
+        request.migrates_whole |= event.reason == reasons.PAIRING_MISMATCH
+        return self._give_up(request, now) if request.state is State.MIGRATING else []
+
+    def _give_up(self, request: Request, now: float) -> list[Instruction]:
         migration = _migration_of(request)
         cancel = self._releases.cancel(request, migration.target, migration.epoch, now)
         instructions = [cancel, self._abandoned(request, now)]
@@ -148,11 +165,7 @@ class Migrations:
             self._ended(request, now)
         return instructions
 
-    def is_overdue(self, request: Request, now: float) -> bool:
-        """Return whether the target has not reserved blocks within RESERVE_TIMEOUT_S."""
-        return now - _migration_of(request).started_s >= RESERVE_TIMEOUT_S
-
-    def target_gone(self, request: Request, now: float) -> list[Instruction]:
+    def target_gone(self, request: Request, node: Node, event: object, now: float) -> list[Instruction]:
         """Handle that the target holds nothing of the request any more."""
         was_aborting, is_stopped = (
             request.state is State.ABORTING_MIGRATION,
@@ -203,6 +216,22 @@ class Migrations:
         is_refused = request.state is State.RESERVING_TARGET
         outcome = MigrationOutcome.REFUSED if is_refused else MigrationOutcome.FAILED
         return migration_ended(request, migration, outcome, now)
+
+
+# The events of migrations, but for the loss of a source after the commit, which may restart the request.
+TRANSITIONS: Final = (
+    Transition((State.RESERVING_TARGET,), "peer_reserved", Migrations.target_reserved, (State.MIGRATING,)),
+    Transition((State.RESERVING_TARGET,), "peer_revoked", Migrations.target_revoked, (State.DECODING,)),
+    Transition((State.RESERVING_TARGET,), "tick", Migrations.check_target, (State.DECODING,)),
+    Transition((State.MIGRATING,), "peer_committed", Migrations.target_committed, (State.MIGRATED,)),
+    Transition((State.MIGRATING,), "peer_revoked", Migrations.target_revoked, (State.ABORTING_MIGRATION,)),
+    Transition((State.MIGRATING,), "migration_failed", Migrations.source_failed, (State.ABORTING_MIGRATION,)),
+    Transition(ON_NODES - {State.MIGRATING}, "migration_failed", Migrations.source_failed),
+    *(
+        Transition(IN_MIGRATION - {State.MIGRATED}, f"peer_{what}", Migrations.target_gone, (State.DECODING,))
+        for what in ("failed", "cancelled", "lost")
+    ),
+)
 
 
 def _num_tokens_needed(request: Request) -> int:

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 
 from coordinator.control.instructions import Instruction, Releases, Send
 from coordinator.control.metrics import Metrics
-from coordinator.control.nodes import Registry
-from coordinator.control.request import Request, State
+from coordinator.control.nodes import Node, Registry
+from coordinator.control.request import ON_NODES, Request, State, Transition
 from protos import fleet_pb2
 
 AUTO: Final = "auto"
@@ -115,13 +115,13 @@ class PrefixFetches:
         self._registry, self._metrics = registry, metrics
         self._releases, self._estimator = releases, estimator
 
-    def begun(self, request: Request, event: fleet_pb2.PrefixFetchBegun, now: float) -> list[Instruction]:
+    def begun(self, request: Request, node: Node, event: fleet_pb2.PrefixFetchBegun, now: float) -> list[Instruction]:
         """Handle that the prefill node has reserved blocks: the source is to send."""
         fetch, prompt = request.attempt.prefix_fetch, request.known
-        if fetch is None:
+        if fetch is None or node is not request.attempt.prefill:
             return []
         if fetch.source not in self._registry:
-            return self.source_lost(request, now)
+            return self.source_gone(request, fetch.source, event, now)
         request.attempt.prefix_fetch = replace(fetch, has_begun=True)
         about = fleet_pb2.Attempt(request_id=request.request_id, epoch=fetch.epoch)
         send_prefix = fleet_pb2.SendPrefix(
@@ -133,10 +133,10 @@ class PrefixFetches:
         )
         return [Send(fetch.source, fleet_pb2.NodeCommand(send_prefix=send_prefix, attempt=about))]
 
-    def ended(self, request: Request, event: fleet_pb2.PrefixFetchEnded, now: float) -> list[Instruction]:
+    def ended(self, request: Request, node: Node, event: fleet_pb2.PrefixFetchEnded, now: float) -> list[Instruction]:
         """Handle the end of a fetch, whatever its outcome."""
         attempt, fetch = request.attempt, request.attempt.prefix_fetch
-        if fetch is None:
+        if fetch is None or node is not attempt.prefill:
             return []
         attempt.prefix_fetch = None
         num_tokens = event.num_blocks * attempt.prefill.block_size
@@ -147,9 +147,17 @@ class PrefixFetches:
         self._metrics.prefix_fetch_ended(event.num_blocks, event.num_bytes, event.seconds)
         return []
 
-    def source_lost(self, request: Request, now: float) -> list[Instruction]:
+    def source_gone(self, request: Request, node: Node, event: object, now: float) -> list[Instruction]:
         """Tell the prefill node to go on without the fetch: its source sends nothing, or no more."""
         attempt, fetch = request.attempt, request.attempt.prefix_fetch
         if fetch is None or request.state is not State.PREFILLING or attempt.prefill not in attempt.holders:
             return []
         return [self._releases.cancel(request, attempt.prefill, fetch.epoch, now)]
+
+
+TRANSITIONS: Final = (
+    Transition(ON_NODES, "prefix_fetch_begun", PrefixFetches.begun),
+    Transition(ON_NODES, "prefix_fetch_ended", PrefixFetches.ended),
+    Transition((State.PREFILLING,), "prefix_source_failed", PrefixFetches.source_gone),
+    Transition((State.PREFILLING,), "prefix_source_lost", PrefixFetches.source_gone),
+)

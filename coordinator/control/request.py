@@ -7,7 +7,7 @@ nothing is decided by it.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 from itertools import pairwise
@@ -40,6 +40,18 @@ class State(IntEnum):
 
 ON_NODES: Final = frozenset(State) - {State.QUEUED, State.WAITING_FOR_NODES, State.FINISHED}
 IN_MIGRATION: Final = frozenset((State.RESERVING_TARGET, State.MIGRATING, State.ABORTING_MIGRATION, State.MIGRATED))
+
+
+class Transition(NamedTuple):
+    """What an event does in some states: its handler, and the state that may follow.
+
+    A handler takes the request, the node, the event and the time, and returns instructions.
+    """
+
+    states: Iterable[State]
+    event: str
+    handler: Callable[..., Any]
+    then: Iterable[State] = ()  # beside the state itself
 
 
 MAX_MARKS: Final = 64  # per timeline: about twenty restarts or migrations

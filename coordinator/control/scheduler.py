@@ -11,7 +11,8 @@
                  rejects goes to another node; once tokens were emitted it is never refused for want of room
 
 TRANSITIONS, at the end of this file, is the state machine of a request: which method handles an event in which state,
-and which states follow. Any other event in a state is late, repeated or not the node's to send, and changes nothing.
+and which states follow; migration.py and prefix_fetch.py have parts of it. Any other event in a state is late, repeated
+or not the node's to send, and changes nothing.
 
 Where the decode node prefills the prompt itself, Reserve alone is sent, FirstToken comes from that node, and there is
 no Deliver and no Committed. Where a prefilled prompt gets no blocks within keep_after_s, its prefill node decodes it
@@ -25,10 +26,10 @@ of the same request id, cannot be mistaken for a new one.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -54,6 +55,7 @@ from coordinator.control.instructions import (
 )
 from coordinator.control.load import ArrivalEstimator, Ledger, Prompt
 from coordinator.control.metrics import Metrics
+from coordinator.control.migration import TRANSITIONS as MIGRATION_TRANSITIONS
 from coordinator.control.migration import (
     Migrations,
     leaving_drained,
@@ -66,6 +68,7 @@ from coordinator.control.nodes import DRAINED, Node, Registry, has_path
 from coordinator.control.placement.costs import TransferEstimator, Wanted
 from coordinator.control.placement.policy import AUTO, POLICIES, Placed, Policy, best_decode_node, best_prefill_node
 from coordinator.control.prefix_fetch import NEVER, PrefixFetches
+from coordinator.control.prefix_fetch import TRANSITIONS as PREFIX_FETCH_TRANSITIONS
 from coordinator.control.request import (
     IN_MIGRATION,
     MAX_DEATHS,
@@ -77,6 +80,7 @@ from coordinator.control.request import (
     SoFar,
     State,
     Timeline,
+    Transition,
     Wait,
     at_work,
 )
@@ -140,6 +144,7 @@ class Scheduler:
         self._migrations = Migrations(ledger, metrics, self._releases)
         fetch_estimator = self._transfers.prefix_fetches
         self._prefix_fetches = PrefixFetches(registry, metrics, self._releases, fetch_estimator)
+        self._handlers = _handlers_of(self, self._prefix_fetches, self._migrations)
         self.history = History()
         self._requests: dict[str, Request] = {}  # by id, in the order of admission
         self._age = 0  # requests admitted since the start
@@ -308,8 +313,8 @@ class Scheduler:
         return kind if attempt.epoch == epoch and node in (attempt.prefill, attempt.decode) else ""
 
     def _handle(self, request: Request, event: str, node: Node, body: Any, now: float) -> list[Instruction]:
-        handler = _HANDLERS.get((request.state, event))
-        return [] if handler is None else handler(self, request, node, body, now)
+        handler = self._handlers.get((request.state, event))
+        return [] if handler is None else handler(request, node, body, now)
 
     def step_tokens(self, node: Node, event: fleet_pb2.StepTokens, now: float) -> list[Instruction]:
         """Handle the tokens of one step of a decode node: nearly all events are of this kind."""
@@ -662,19 +667,6 @@ class Scheduler:
         self._metrics.num_kept += 1
         return [cancel, keep(request)]
 
-    def _fetch_begun(
-        self, request: Request, node: Node, event: fleet_pb2.PrefixFetchBegun, now: float
-    ) -> list[Instruction]:
-        return self._prefix_fetches.begun(request, event, now) if node is request.attempt.prefill else []
-
-    def _fetch_ended(
-        self, request: Request, node: Node, event: fleet_pb2.PrefixFetchEnded, now: float
-    ) -> list[Instruction]:
-        return self._prefix_fetches.ended(request, event, now) if node is request.attempt.prefill else []
-
-    def _fetch_source_gone(self, request: Request, node: Node, event: object, now: float) -> list[Instruction]:
-        return self._prefix_fetches.source_lost(request, now)
-
     # ---- decode ----
 
     def _early_token(self, request: Request, node: Node, event: _StepToken, now: float) -> list[Instruction]:
@@ -754,33 +746,6 @@ class Scheduler:
             for request, target in departures(self._on_nodes(), nodes, self._ledger, now):
                 instructions += self._migrations.begin(request, target, now)
         return instructions
-
-    def _target_reserved(
-        self, request: Request, node: Node, event: fleet_pb2.Reserved, now: float
-    ) -> list[Instruction]:
-        return self._migrations.target_reserved(request, event, now)
-
-    def _target_committed(
-        self, request: Request, node: Node, event: fleet_pb2.Committed, now: float
-    ) -> list[Instruction]:
-        return self._migrations.target_committed(request, event, now)
-
-    def _target_revoked(self, request: Request, node: Node, event: object, now: float) -> list[Instruction]:
-        return self._migrations.give_up(request, now)
-
-    def _target_gone(self, request: Request, node: Node, event: object, now: float) -> list[Instruction]:
-        return self._migrations.target_gone(request, now)
-
-    def _check_target(self, request: Request, node: Node, event: None, now: float) -> list[Instruction]:
-        """Abandon a migration whose target has not reserved blocks for too long."""
-        return self._migrations.give_up(request, now) if self._migrations.is_overdue(request, now) else []
-
-    def _migration_failed(
-        self, request: Request, node: Node, event: fleet_pb2.MigrationFailed, now: float
-    ) -> list[Instruction]:
-        """Handle that the source cannot send. It may have stopped decoding, and then waits for Keep or Cancel."""
-        request.migrates_whole |= event.reason == reasons.PAIRING_MISMATCH
-        return self._migrations.give_up(request, now) if request.state is State.MIGRATING else []
 
     def _source_gone(self, request: Request, node: Node, event: object, now: float) -> list[Instruction]:
         """Handle that the source holds nothing more: the request goes on if all tokens before the target's came."""
@@ -946,30 +911,16 @@ _DECODING: Final = State.DECODING  # an attribute of an Enum is slow
 # ---- the state machine ----
 
 
-class Transition(NamedTuple):
-    """What an event does in some states: its handler, and the state that may follow."""
-
-    states: Iterable[State]
-    event: str
-    handler: Callable[..., Any]
-    then: Iterable[State] = ()  # beside the state itself
-
-
 _BEFORE_KV: Final = (State.WAITING_FOR_BLOCKS, State.TRANSFERRING)
 _AFTER_PREFILL: Final = (*_BEFORE_KV, State.DECODE_QUEUED, State.DECODING)
-_HAVING_TARGET: Final = (State.RESERVING_TARGET, State.MIGRATING, State.ABORTING_MIGRATION)
 
-# The events of nodes, of their loss, and of time: `handler(scheduler, request, node, event, now)`. The peer of a
-# migration is its node that does not have the current attempt.
-TRANSITIONS: Final = (
+# The events of nodes, of their loss, and of time. The peer of a migration is its node that does not have the current
+# attempt.
+_TRANSITIONS: Final = (
     Transition((State.PREFILLING,), "taken", Scheduler._taken),
     Transition((State.PREFILLING,), "progress", Scheduler._progress),
     Transition((State.PREFILLING,), "first_token", Scheduler._first_token, _AFTER_PREFILL),
     Transition((State.PREFILLING,), "embedded", Scheduler._embedded),
-    Transition(ON_NODES, "prefix_fetch_begun", Scheduler._fetch_begun),
-    Transition(ON_NODES, "prefix_fetch_ended", Scheduler._fetch_ended),
-    Transition((State.PREFILLING,), "prefix_source_failed", Scheduler._fetch_source_gone),
-    Transition((State.PREFILLING,), "prefix_source_lost", Scheduler._fetch_source_gone),
     Transition((State.PREFILLING,), "reserved", Scheduler._reserved),
     Transition((State.WAITING_FOR_BLOCKS,), "reserved", Scheduler._reserved, (State.TRANSFERRING,)),
     Transition((State.WAITING_FOR_BLOCKS,), "tick", Scheduler._keep, (State.DECODE_QUEUED,)),
@@ -981,19 +932,11 @@ TRANSITIONS: Final = (
     Transition(ON_NODES.difference(_BEFORE_KV), "transferred", Scheduler._kv_arrived),
     Transition((State.PREFILLING,), "token", Scheduler._early_token),
     Transition((*_BEFORE_KV, State.DECODE_QUEUED), "token", Scheduler._first_decoded, (State.DECODING,)),
-    Transition((State.DECODING, *_HAVING_TARGET), "token", Scheduler._decoded),
+    Transition({State.DECODING, *IN_MIGRATION} - {State.MIGRATED}, "token", Scheduler._decoded),
     Transition((State.MIGRATED,), "token", Scheduler._decoded, (State.DECODING,)),
-    Transition((State.RESERVING_TARGET,), "peer_reserved", Scheduler._target_reserved, (State.MIGRATING,)),
-    Transition((State.RESERVING_TARGET,), "peer_revoked", Scheduler._target_revoked, (State.DECODING,)),
-    Transition((State.RESERVING_TARGET,), "tick", Scheduler._check_target, (State.DECODING,)),
-    Transition((State.MIGRATING,), "peer_committed", Scheduler._target_committed, (State.MIGRATED,)),
-    Transition((State.MIGRATING,), "peer_revoked", Scheduler._target_revoked, (State.ABORTING_MIGRATION,)),
-    Transition((State.MIGRATING,), "migration_failed", Scheduler._migration_failed, (State.ABORTING_MIGRATION,)),
-    Transition(ON_NODES - {State.MIGRATING}, "migration_failed", Scheduler._migration_failed),
     *(
-        Transition(states, f"peer_{what}", handler, (State.DECODING,))
+        Transition((State.MIGRATED,), f"peer_{what}", Scheduler._source_gone, (State.DECODING,))
         for what in ("failed", "cancelled", "lost")
-        for states, handler in ((_HAVING_TARGET, Scheduler._target_gone), ((State.MIGRATED,), Scheduler._source_gone))
     ),
     Transition(ON_NODES, "failed", Scheduler._failed),
     Transition(ON_NODES, "cancelled", Scheduler._cancelled),
@@ -1010,7 +953,17 @@ DECISIONS: Final = (
     Transition(set(State) - {State.FINISHED}, "ended", Scheduler._finish, (State.FINISHED,)),
 )
 
-_HANDLERS: Final[dict[tuple[State, str], Callable[..., list[Instruction]]]] = {
-    (state, transition.event): transition.handler for transition in TRANSITIONS for state in transition.states
-}
-assert len(_HANDLERS) == sum(len([*each.states]) for each in TRANSITIONS), "a state has two handlers of an event"
+# Of Scheduler, PrefixFetches and Migrations.
+_PARTS: Final = (_TRANSITIONS, PREFIX_FETCH_TRANSITIONS, MIGRATION_TRANSITIONS)
+TRANSITIONS: Final = tuple(chain(*_PARTS))
+
+
+def _handlers_of(*parts: Scheduler | PrefixFetches | Migrations) -> dict[tuple[State, str], Callable[..., Any]]:
+    """Return the handler of each event in each state, among the methods of these parts."""
+    handlers: dict[tuple[State, str], Callable[..., Any]] = {}
+    for part, transitions in zip(parts, _PARTS, strict=True):
+        for transition in transitions:
+            for state in transition.states:
+                assert (state, transition.event) not in handlers, "a state has two handlers of an event"
+                handlers[state, transition.event] = getattr(part, transition.handler.__name__)
+    return handlers

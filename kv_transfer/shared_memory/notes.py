@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from kv_transfer.packing import check_bytes, check_int, pack_checked, unpack_checked
 from kv_transfer.payload import MESSAGE_BYTES
 from kv_transfer.results import TransferError
-from kv_transfer.shared_memory.area import HEAD_BYTES, NONCE_BYTES
+from kv_transfer.wire import check_bytes, check_int, pack_checked, unpack_checked
 
+NONCE_BYTES: Final = 16
+HEAD_BYTES: Final = 4096  # before the first slot; begins with the nonce
 SLOT_BYTES: Final = MESSAGE_BYTES  # longer messages go over the connection
 MAX_SLOTS: Final = 64
 SECRET_BYTES: Final = 32

@@ -15,10 +15,10 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from kv_transfer.packing import check_bytes, check_int, pack, unpack
 from kv_transfer.payload import MESSAGE_BYTES
 from kv_transfer.results import TransferError
 from kv_transfer.transports import dist_stream
+from kv_transfer.wire import check_bytes, check_int, pack, unpack
 
 POLL_S: Final = 50e-6
 

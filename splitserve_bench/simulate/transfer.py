@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, Protocol
 
-from kv_transfer.descriptor import TRANSFER_ID_BYTES, ChannelEnd, TransferDescriptor
+from kv_transfer.descriptor import ChannelEnd, TransferDescriptor
 from kv_transfer.results import Received, Sent, TransferFailed
+from kv_transfer.wire import TRANSFER_ID_BYTES
 from serving_core import reasons
 from serving_node.decisions import CancelTransfer, FetchPrefix, FinishSend, Receive, Send, SendMore
 from serving_node.worker import Worker

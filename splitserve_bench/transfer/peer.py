@@ -21,11 +21,11 @@ from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.payload import KVStore, Payload, blocks_per_message
 from kv_transfer.receiver import KVReceiver, Received, TransferFailed
-from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.tensor_payload import TensorStore
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from kv_transfer.transports.transport import Dialer, Listener
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
+from kv_transfer.transports.zmq_keys import Keyring
 from serving_core.errors import SettingsError, SplitServeError
 from serving_core.layout import KVLayout
 from splitserve_bench.errors import BenchError

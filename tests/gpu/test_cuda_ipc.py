@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kv_transfer.packing import pack, unpack
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.results import TransferError
 from kv_transfer.sender import KVSender, Sent, TransferFailed
@@ -25,6 +24,7 @@ from kv_transfer.transports.cuda_ipc import (
 )
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from kv_transfer.transports.torch_pair import RECEIVER_RANK, SENDER_RANK
+from kv_transfer.wire import pack, unpack
 from tests.unit.kv_transfer.torch_dist_kit import bytes_of, tensor_store
 from tests.unit.kv_transfer.torch_dist_processes import ANY_PORT, BIG_IDS, descriptor_of, leaving, peer_process
 from tests.unit.kv_transfer.transfer_kit import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.cache.kv_pool import PagedKVPool
-from engine.streams import StepStream, take_own_stream
+from engine.stepper import StepStream, take_own_stream
 from kv_transfer.transports.tensor_payload import TensorPayload, TensorStore, device_checksum
 from serving_core.layout import KVLayout
 

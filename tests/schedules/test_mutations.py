@@ -56,11 +56,11 @@ def double_token_at_migration(monkeypatch):
     """When an answer has moved, its last token goes out once more."""
     commit = Migrations.target_committed
 
-    def commit_with_a_token(self, request, event, now):
+    def target_committed(self, request, node, event, now):
         last = fleet_pb2.SampledToken(token_id=request.output[-1])
-        return [Emit(request.request_id, [last]), *commit(self, request, event, now)]
+        return [Emit(request.request_id, [last]), *commit(self, request, node, event, now)]
 
-    monkeypatch.setattr(Migrations, "target_committed", commit_with_a_token)
+    monkeypatch.setattr(Migrations, "target_committed", target_committed)
 
 
 def cancel_lost_between_halves(monkeypatch):

@@ -11,9 +11,9 @@ from kv_transfer import wire
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.results import TransferError
 from kv_transfer.sender import KVSender, TransferFailed
-from kv_transfer.transports import curve
-from kv_transfer.transports.curve import Keyring
+from kv_transfer.transports import zmq_keys
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
+from kv_transfer.transports.zmq_keys import Keyring
 from tests.unit.kv_transfer.transfer_kit import (
     LAYOUT,
     PATIENCE_S,
@@ -165,7 +165,7 @@ def test_the_largest_frame_gets_through_and_a_larger_one_does_not():
         listener.start(lambda peer, header, frames: sizes.put_nowait([len(frame) for frame in frames]))
         dialer, lost = ZmqDialer(dialers), []
         dialer.start(lambda header: None, lost.append)
-        too_many = wire.MAX_PAYLOAD_BYTES + curve.OVERHEAD_BYTES
+        too_many = wire.MAX_PAYLOAD_BYTES + zmq_keys.OVERHEAD_BYTES
         await dialer.send(listener.address, b"header", [memoryview(bytes(wire.MAX_PAYLOAD_BYTES))])
         assert await sizes.get() == [wire.MAX_PAYLOAD_BYTES]
         await dialer.send(listener.address, b"header", [memoryview(bytes(too_many))])
@@ -190,7 +190,7 @@ def test_addresses_with_odd_keys_cannot_be_dialled(stores, key):
 
 
 def test_a_keyring_takes_keys_alone_tells_new_ones_and_forgets_the_oldest(monkeypatch):
-    monkeypatch.setattr(curve, "MAX_KEYS", 2)
+    monkeypatch.setattr(zmq_keys, "MAX_KEYS", 2)
     first, second, third = (bytes([number]) * 32 for number in range(3))
     keyring = Keyring()
     assert keyring.allow([first, second, first, b"short"]) == [first, second]

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.descriptor import MAX_EPOCH, MAX_TOKENS, MAX_TP, Channel, ChannelEnd, TransferDescriptor
+from kv_transfer.descriptor import MAX_TOKENS, MAX_TP, Channel, ChannelEnd, TransferDescriptor
 from kv_transfer.plan import KVCopy
 from kv_transfer.results import TransferError
+from kv_transfer.wire import MAX_EPOCH
 from serving_core.layout import DTYPE_BYTES, KVLayout, Widths
 
 LAYOUT = KVLayout.uniform(30, 3, 64, 16, "bfloat16")

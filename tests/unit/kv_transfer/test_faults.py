@@ -10,7 +10,7 @@ from kv_transfer.receiver import KVReceiver, Received
 from kv_transfer.results import TransferError
 from kv_transfer.sender import KVSender, Sent, TransferFailed
 from kv_transfer.sessions.sender_session import MAX_ROUNDS
-from kv_transfer.transports import zmq_connection
+from kv_transfer.transports import zmq
 from kv_transfer.wire import Abort, Data, Finish, decode
 from tests.effort import effort, few
 from tests.unit.kv_transfer.transfer_kit import (
@@ -257,12 +257,12 @@ def test_nobody_is_at_the_descriptors_address(fabric):
 
 def test_a_receiver_that_takes_nothing_is_noticed_though_headers_follow(zmq_fabric, monkeypatch):
     """Frames are stuck, and a header that joins the queue behind them is no sign of life."""
-    monkeypatch.setattr(zmq_connection, "TIMEOUT_MS", 500)
+    monkeypatch.setattr(zmq, "TIMEOUT_MS", 500)
 
     async def scenario():
         listener, dialer, lost = zmq_fabric.listener(), zmq_fabric.dialer(), []  # it listens, and reads nothing
         dialer.start(lambda header: None, lost.append)
-        frames = [memoryview(bytes(8 * 2**20)) for _ in range(2 * zmq_connection.RECEIVE_QUEUE_MESSAGES)]
+        frames = [memoryview(bytes(8 * 2**20)) for _ in range(2 * zmq.RECEIVE_QUEUE_MESSAGES)]
         held = [dialer.send(listener.address, b"header", [frame]) for frame in frames]
         while not lost:
             dialer.send(listener.address, b"header")

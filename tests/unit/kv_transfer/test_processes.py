@@ -11,7 +11,7 @@ import pytest
 from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender, Sent, TransferFailed
-from kv_transfer.transports import dist_stream, zmq_connection
+from kv_transfer.transports import dist_stream, zmq
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from tests import forked
 from tests.effort import few
@@ -84,7 +84,7 @@ def test_the_receiving_process_hangs(zmq_fabric, monkeypatch):
             )
             sending.blocks_ready(ids[:1])
             await has_begun.wait()
-            monkeypatch.setattr(zmq_connection, "TIMEOUT_MS", 1000)  # of a connection that stands
+            monkeypatch.setattr(zmq, "TIMEOUT_MS", 1000)  # of a connection that stands
             process.send_signal(signal.SIGSTOP)
             sending.finish(ids, b"tail")
             await until(lambda: source.is_held or zmq_fabric.kind == "shm")  # where the blocks may be free already

@@ -12,13 +12,13 @@ import sys
 import pytest
 
 from kv_transfer.results import TransferError
-from kv_transfer.shared_memory import area as area_module
 from kv_transfer.shared_memory import lending
 from kv_transfer.shared_memory import memory_socket as socket_module
-from kv_transfer.shared_memory.area import HEAD_BYTES, NONCE_BYTES, SEALS, ReadArea, WrittenArea
-from kv_transfer.shared_memory.lending import Lender, Loan
+from kv_transfer.shared_memory.lending import SEALS, Lender, Loan, ReadArea, WrittenArea
 from kv_transfer.shared_memory.memory_socket import MemorySocket, address_of, new_socket
 from kv_transfer.shared_memory.notes import (
+    HEAD_BYTES,
+    NONCE_BYTES,
     SECRET_BYTES,
     SLOT_BYTES,
     Decline,
@@ -125,7 +125,7 @@ def test_memory_with_holes_is_never_mapped():
 
 
 def test_no_memory_is_shared_where_little_is_left(monkeypatch):
-    monkeypatch.setattr(area_module, "available_bytes", lambda: SIZE + area_module.LEAST_FREE_BYTES - 1)
+    monkeypatch.setattr(lending, "available_bytes", lambda: SIZE + lending.LEAST_FREE_BYTES - 1)
     with pytest.raises(OSError, match="too little"):
         WrittenArea(SIZE, NONCE)
 

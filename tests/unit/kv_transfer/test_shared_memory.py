@@ -11,10 +11,11 @@ import pytest
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.shared_memory import lending
-from kv_transfer.shared_memory.area import HEAD_BYTES, NONCE_BYTES, WrittenArea
-from kv_transfer.shared_memory.lending import NUM_SLOTS, Borrower, Lender, Loan
+from kv_transfer.shared_memory.lending import NUM_SLOTS, Borrower, Lender, Loan, WrittenArea
 from kv_transfer.shared_memory.memory_socket import address_of, new_socket
 from kv_transfer.shared_memory.notes import (
+    HEAD_BYTES,
+    NONCE_BYTES,
     SECRET_BYTES,
     SLOT_BYTES,
     Decline,

@@ -17,8 +17,8 @@ from kv_transfer.receiver import KVReceiver
 from kv_transfer.results import TransferError
 from kv_transfer.sender import KVSender, Sent
 from kv_transfer.transports import zmq as zmq_transport
-from kv_transfer.transports.connection_key import show_key
 from kv_transfer.transports.zmq import ZmqListener
+from kv_transfer.transports.zmq_keys import show_key
 from kv_transfer.wire import Abort, Data, Finish, Refusal, Refused, Segment
 from serving_core.errors import SettingsError
 from tests.unit.kv_transfer.transfer_kit import (

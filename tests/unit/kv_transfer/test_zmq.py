@@ -13,10 +13,8 @@ from kv_transfer.receiver import KVReceiver
 from kv_transfer.results import TransferError
 from kv_transfer.sender import KVSender
 from kv_transfer.transports import zmq as zmq_transport
-from kv_transfer.transports.connection_key import show_key
-from kv_transfer.transports.curve import Keyring
-from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
-from kv_transfer.transports.zmq_connection import Inbox
+from kv_transfer.transports.zmq import Inbox, ZmqDialer, ZmqListener
+from kv_transfer.transports.zmq_keys import Keyring, show_key
 from kv_transfer.wire import Finish, encode
 from serving_core.net.descriptors import Spares
 from tests.unit.kv_transfer.transfer_kit import (

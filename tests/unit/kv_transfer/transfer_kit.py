@@ -16,9 +16,9 @@ import zmq
 from kv_transfer.descriptor import ChannelEnd, TransferDescriptor
 from kv_transfer.receiver import KVReceiver, Received
 from kv_transfer.sender import KVSender, Sent
-from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
+from kv_transfer.transports.zmq_keys import Keyring
 from kv_transfer.wire import decode
 from serving_core.layout import KVLayout
 from tests import forked

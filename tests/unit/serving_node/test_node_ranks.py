@@ -12,9 +12,9 @@ from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.results import Received, Sent, TransferFailed
 from kv_transfer.sender import KVSender
-from kv_transfer.transports.curve import Keyring
 from kv_transfer.transports.loopback import LoopbackNetwork
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
+from kv_transfer.transports.zmq_keys import Keyring
 from serving_core import reasons
 from serving_core.layout import KVLayout
 from serving_core.requests import Request, SamplingParams, Work
