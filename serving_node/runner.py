@@ -90,6 +90,7 @@ class NodeRunner:
             costs=StepCosts(rates.prefill_tokens_per_s),
             tier=tier,
         )
+        self.time = time.monotonic  # as the worker's clock
         self._worker = worker = Worker(logic, link, self)
         self._pp_size: Final = settings.engine.pipeline_parallel_size
         self._tp_size: Final = (1 + len(followers)) // self._pp_size
@@ -200,8 +201,6 @@ class NodeRunner:
 
     def wake(self) -> None:
         self._stepping.wake()
-
-    time = staticmethod(time.monotonic)
 
     def wake_at(self, moment_s: float | None) -> None:
         if self._logic.is_idle:
