@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from coordinator.control.placement.costs import FETCH_AUTO, PREFIX_FETCHES
 from coordinator.control.placement.policy import AUTO as AUTO_POLICY
 from coordinator.control.placement.policy import POLICIES
-from coordinator.control.prefix_fetch import AUTO as FETCH_AUTO
-from coordinator.control.prefix_fetch import PREFIX_FETCHES
 from coordinator.control.roles import AUTO, FIXED
 from coordinator.control.slo import parse_slo_classes
 from coordinator.text.answer_format import AUTO as AUTO_FORMAT

@@ -2,8 +2,8 @@
 
 The order is vLLM's: grammar, allowed tokens, bad words, logit_bias, min_tokens, penalties, temperature, min_p, top_k,
 top_p, then the random choice, which depends on the seed and the position in the output alone and walks the vocabulary
-in token id order. So a request gets the same token in any batch, on any node and after any restart that computes the
-same logits.
+in token id order. What begins with the temperature is `Ops.sample` (engine/ops/topk_topp.py). So a request gets the
+same token in any batch, on any node and after any restart that computes the same logits.
 """
 
 import math
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine.ops.base import Likeliest, Logits, Ops
-from engine.ops.sampling import RowSampling
+from engine.ops.topk_topp import RowSampling
 from serving_core.errors import RequestError
 from serving_core.reasons import STEP_FAILED
 from serving_core.requests import NO_TOKEN, Request, SampledToken, Share, Work

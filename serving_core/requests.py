@@ -12,6 +12,16 @@ POOLINGS: Final = (MEAN, LAST)
 NO_TOKEN: Final = -1  # token id of no token
 
 
+SAMPLING_RANGES: Final = {  # of SamplingParams, both bounds included
+    "temperature": (0.0, 100.0),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is sampled. Validated by the coordinator; nodes use the values unchanged."""

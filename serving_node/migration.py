@@ -89,8 +89,8 @@ class Migrations:
             self._give_up_migration(node_request)
 
     def note_decoded(self, node_request: NodeRequest) -> None:
-        """Send the block that a finished step has filled, if the request migrates; its tokens are already reported."""
-        if node_request.migration is None or node_request.is_ending:
+        """Send the block that a finished step has filled of a migrating request; its tokens are already reported."""
+        if node_request.is_ending:
             return
         self._freeze_if_due(node_request)
         if node_request.state is RequestState.RUNNING and node_request.num_computed % self._leases.block_size == 0:

@@ -21,11 +21,16 @@ class CacheReport:
     """Report the prefix cache and its changes to the coordinator. Pure."""
 
     def __init__(
-        self, allocator: BlockAllocator, tier: TierIndex, numerics_ids: Sequence[bytes], report: Callable[..., None]
+        self,
+        allocator: BlockAllocator,
+        tier: TierIndex | None,
+        numerics_ids: Sequence[bytes],
+        report: Callable[..., None],
     ) -> None:
         """Create a report.
 
-        `numerics_ids` are the numerics ids that blocks of the pool may have, in lookup order.
+        `tier` is the index of KV offload, if there is any. `numerics_ids` are the numerics ids that blocks of the pool
+        may have, in lookup order.
         """
         self._allocator = allocator
         self._tier = tier
@@ -38,22 +43,22 @@ class CacheReport:
         self._is_known = False
 
     def _names(self) -> list[bytes]:
-        return list(dict.fromkeys([*self._allocator.take_names(), *self._tier.take_names()]))
+        in_pool = self._allocator.take_names()
+        return in_pool if self._tier is None else list(dict.fromkeys([*in_pool, *self._tier.take_names()]))
 
     def _changes(self) -> tuple[list[bytes], list[bytes]]:
         """Return the block hashes added to and removed from pool and KV offload together.
 
         A block that goes from one to the other stays held.
         """
-        (stored, removed), (put, dropped) = self._allocator.take_changes(), self._tier.take_changes()
-        if not (stored or removed or put or dropped):
-            return [], []
-        is_held = {name: self._is_held(name) for name in (*stored, *put, *removed, *dropped)}
+        stored, removed = self._allocator.take_changes()
+        if self._tier is None:
+            return stored, removed
+        put, dropped = self._tier.take_changes()
+        in_pool, tier = self._allocator.blocks_by_name, self._tier
+        is_held = {name: name in in_pool or name in tier for name in (*stored, *put, *removed, *dropped)}
         new = [name for name in dict.fromkeys([*stored, *put]) if is_held[name]]
         return new, [name for name in dict.fromkeys([*removed, *dropped]) if not is_held[name]]
-
-    def _is_held(self, name: bytes) -> bool:
-        return name in self._allocator.blocks_by_name or name in self._tier
 
     def report(self) -> None:
         """Report the changes since the last report, or the whole cache if nothing is known."""

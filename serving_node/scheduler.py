@@ -90,9 +90,9 @@ class NodeScheduler:
         self._prefill = prefill = PrefillScheduler(
             node_requests, leases, costs, max_num_queued=limits.max_num_queued, fit=fit
         )
-        offloaded = TierIndex(tier.num_host, tier.num_disk)
+        offloaded = TierIndex(tier.num_host, tier.num_disk) if tier.num_host or tier.num_disk else None
         self.kv_offload: KVOffload | None = None
-        if offloaded.num_slots:
+        if offloaded is not None:
             self.kv_offload = KVOffload(tier, offloaded, allocator, leases, prefill, costs, decisions, block_bytes)
         self._cache_report = CacheReport(allocator, offloaded, leases.numerics_ids, decisions.report)
         self._outputs = Outputs(node_requests, leases, endings, self._cache_report, eos_token_ids)
@@ -465,7 +465,7 @@ class NodeScheduler:
         for node_request, taken in given:
             if taken and (taken[-1].embedding or taken[-1].error is not None):
                 self._outputs.end_without_token(node_request, taken[-1], now)
-            elif taken and node_request.outgoing is not None:
+            elif taken and node_request.migration is not None:
                 self._migrations.note_decoded(node_request)
         self._settle_step(node_requests)
 

@@ -3,7 +3,7 @@
 A coordinator, a prefill node and a decode node serve the model (unless one is given, the demo model) under a profile
 hook, which counts each call from one product file to another. Prompts have 16 tokens of the demo model. What a decode
 step and a token take is the difference between a long and a short output. The calls of an idle window as long are
-subtracted.
+subtracted; what is left by chance, as a heartbeat is, is not what several prompts have in common.
 """
 
 import collections
@@ -18,6 +18,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial, reduce
+from operator import and_
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -26,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = "coordinator", "serving_node", "prefill_node", "decode_node", "kv_transfer", "engine", "protos", "serving_core"
 ROLES = "coordinator", "prefill_node", "decode_node"
 SHORT_OUTPUT_TOKENS, LONG_OUTPUT_TOKENS = 8, 72
+SHORT_PROMPTS = "In", "Up", "Of"  # their first words
 DEADLINE_S = 300
 Calls = collections.Counter[tuple[str, str]]  # by the caller's and the callee's file
 
@@ -111,11 +114,12 @@ class Hops(NamedTuple):
 
     short: dict[str, Calls]  # of a prompt with SHORT_OUTPUT_TOKENS, by role
     long: dict[str, Calls]
+    common: dict[str, Calls]  # that each of several short prompts makes
 
     @property
     def files(self) -> set[str]:
         """The files that the prompt crosses, in all processes."""
-        return {file for calls in self.short.values() for pair in calls for file in pair}
+        return {file for calls in self.common.values() for pair in calls for file in pair}
 
     def per_token(self, role: str) -> dict[tuple[str, str], float]:
         """The cross-file calls of a role for each further output token, by caller and callee."""
@@ -145,18 +149,18 @@ def measure(model: str) -> Hops:
                 fleet.wait_for(is_complete, "complete fleet")
                 for first_word in ("On", "At"):  # what runs once is over then
                     ask(first_word, LONG_OUTPUT_TOKENS)
-                short = fleet.during(lambda: ask("In", SHORT_OUTPUT_TOKENS))
+                shorts = [fleet.during(partial(ask, first_word, SHORT_OUTPUT_TOKENS)) for first_word in SHORT_PROMPTS]
                 long = fleet.during(lambda: ask("By", LONG_OUTPUT_TOKENS))
         finally:
             fleet.stop()
-    return Hops(short, long)
+    return Hops(shorts[0], long, {role: reduce(and_, (short[role] for short in shorts)) for role in ROLES})
 
 
 def _report(hops: Hops) -> None:
     lines = sum(len(Path(file).read_text().splitlines()) for file in hops.files)
-    num_calls = sum(calls.total() for calls in hops.short.values())
+    num_calls = sum(calls.total() for calls in hops.common.values())
     print(f"one prompt: {len(hops.files)} files, {lines} lines, {num_calls} cross-file calls")
-    for role, calls in hops.short.items():
+    for role, calls in hops.common.items():
         print(f"  {role}: {len({file for pair in calls for file in pair})} files, {calls.total()} calls")
     for role, what in (("decode_node", "decode step"), ("coordinator", "token at the coordinator")):
         each = hops.per_token(role)

@@ -15,7 +15,7 @@ from coordinator.text.tokenizer import TokenLimit
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM, MODEL_NOT_FOUND, NO_PREFILL_WORKER, PROMPT_TOO_LONG
-from serving_core.requests import MEAN, Pooling, SamplingParams
+from serving_core.requests import MEAN, SAMPLING_RANGES, Pooling, SamplingParams
 
 BESIDE: Final = "cannot be had with"  # precedes the field that conflicts with the refused field
 MAX_ABORTED: Final = 1024
@@ -51,14 +51,6 @@ _COUNTS: Final = {
     "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
 }
 _CHAT_CHARS: Final = {"tools_json": 2**20, "template_kwargs_json": MAX_TEMPLATE_KWARGS_CHARS}
-RANGES: Final = {
-    "temperature": (0.0, 100.0),
-    "top_p": (1e-6, 1.0),
-    "min_p": (0.0, 1.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "presence_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.01, 100.0),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +230,7 @@ def check_count(field: str, count: int, limit: int) -> None:
 
 def check_number(name: str, value: float) -> None:
     """Raise RequestError for a temperature, probability or penalty that is out of range."""
-    low, high = RANGES[name]
+    low, high = SAMPLING_RANGES[name]
     if not low <= value <= high:  # refuses NaN too
         raise bad(name, f"must be within [{low:g}, {high:g}], not {value:g}")
 
@@ -282,7 +274,7 @@ def _sampling(params: inference_pb2.SamplingParams, max_tokens: int, limits: Lim
     check_token_ids("stop_token_ids", params.stop_token_ids, limits)
     top_k = _integer(params, "top_k", 0, -1, 2**31 - 1)
     min_tokens = _integer(params, "min_tokens", 0, 0, max_tokens)
-    sampling = {name: _number(params, name) for name in RANGES if params.HasField(name)}
+    sampling = {name: _number(params, name) for name in SAMPLING_RANGES if params.HasField(name)}
     if sampling.get("temperature", MIN_TEMPERATURE) < MIN_TEMPERATURE:
         sampling["temperature"] = 0.0
     return sampling | {

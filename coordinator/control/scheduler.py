@@ -65,10 +65,10 @@ from coordinator.control.migration import (
     prompts_to_restart,
 )
 from coordinator.control.nodes import DRAINED, Node, Registry, has_path
-from coordinator.control.placement.costs import TransferEstimator, Wanted
+from coordinator.control.placement.costs import FETCH_NEVER, TransferEstimator, Wanted
 from coordinator.control.placement.policy import AUTO, POLICIES, Placed, Policy, best_decode_node, best_prefill_node
-from coordinator.control.prefix_fetch import NEVER, PrefixFetches
 from coordinator.control.prefix_fetch import TRANSITIONS as PREFIX_FETCH_TRANSITIONS
+from coordinator.control.prefix_fetch import PrefixFetches
 from coordinator.control.request import (
     IN_MIGRATION,
     MAX_DEATHS,
@@ -121,7 +121,7 @@ class Scheduler:
         max_restarts: int,
         keep_after_s: float,
         node_wait_s: float = 0.0,
-        fetches: str = NEVER,
+        fetches: str = FETCH_NEVER,
         policy: Policy = POLICIES[AUTO],
         admits_late: bool = True,
         max_queue_wait_s: float = 0.0,

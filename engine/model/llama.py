@@ -369,7 +369,7 @@ class LlamaDecoder(nn.Module):
             {window: attention.plan(batch, window) for window in self.windows},
             self.ops,
             residual,
-            self.adapters.deltas_for(batch.adapted_rows),
+            self.adapters.deltas_for(batch.adapted_rows) if batch.adapted_rows else None,
         )
         for num_done, layer in enumerate(layers or self.own_layers, 1):
             delta = layer(x, delta, now)

@@ -49,10 +49,8 @@ class Adapters(nn.Module):
         self._by_name[name] = deltas
         self._deltas.extend(deltas.values())
 
-    def deltas_for(self, adapted_rows: Mapping[str, torch.Tensor]) -> Deltas | None:
-        """Return the deltas of a batch, given the rows of each adapter; None if there are none."""
-        if not adapted_rows:
-            return None
+    def deltas_for(self, adapted_rows: Mapping[str, torch.Tensor]) -> Deltas:
+        """Return the deltas of a batch, given the rows of each adapter."""
         return _RowDeltas([(self._by_name[name], rows) for name, rows in adapted_rows.items()])
 
 

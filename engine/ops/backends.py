@@ -10,7 +10,7 @@ from engine.native.ops_library import best_variant
 from engine.ops.base import HeadNorms, KVSlots, Norm, Ops
 from engine.ops.native import NativeOps
 from engine.ops.rope import RotaryEmbedding
-from engine.ops.sampling import RowSampling
+from engine.ops.topk_topp import RowSampling
 from engine.trial import why_not_triton
 from serving_core.layout import KVLayout
 from serving_core.model_files.differences import GELU_TANH, SILU

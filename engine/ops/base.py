@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from engine.cache.kv_pool import PagedKVPool
 from engine.ops.rope import Rotation, rotate
-from engine.ops.sampling import RowSampling, log_totals, sample_rows
+from engine.ops.topk_topp import RowSampling, log_totals, sample_rows
 from serving_core.model_files.differences import GELU_TANH, SILU
 
 

@@ -10,7 +10,7 @@ from engine.native.ops_library import HeadStore, NativeNorm, NativeSampling, Sam
 from engine.native.program import NativeProgram, threads_for
 from engine.ops.base import HeadNorms, KVSlots, Likeliest, Norm, Ops, Routing, Shared
 from engine.ops.rope import Rotation
-from engine.ops.sampling import RowSampling
+from engine.ops.topk_topp import RowSampling
 from serving_core.model_files.differences import GELU_TANH, SILU
 
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}

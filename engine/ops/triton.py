@@ -13,7 +13,7 @@ import triton.language as tl
 
 from engine.ops.base import HeadNorms, KVSlots, Norm, Ops
 from engine.ops.rope import Rotation
-from engine.ops.sampling import LIKELIEST_MASS, RowSampling, sample_rows
+from engine.ops.topk_topp import LIKELIEST_MASS, RowSampling, sample_rows
 from serving_core.model_files.differences import GELU_TANH, SILU
 
 COLUMNS: Final = 2048  # that a program handles at once

@@ -221,7 +221,7 @@ class NodeTransfers(RankTransfers):
 
     def admit(self, keys: Sequence[bytes]) -> None:
         """Allow senders with these keys to dial every rank."""
-        if (new := self._receiver.transport.allow(keys)) and self._followers:
+        if keys and (new := self._receiver.transport.allow(keys)) and self._followers:
             self._followers.send(admit=ranks_pb2.Admit(keys=new))
 
     def carry_out(self, decision: Receive | FetchPrefix | Send | SendMore | FinishSend | CancelTransfer) -> None:

@@ -8,8 +8,8 @@ from typing import Final, Protocol
 
 from coordinator.api.statuses import retry_after_s
 from coordinator.control.load import Prompt
+from coordinator.control.placement.costs import FETCH_AUTO
 from coordinator.control.placement.policy import AUTO
-from coordinator.control.prefix_fetch import AUTO as FETCH_AUTO
 from coordinator.control.roles import FIXED
 from coordinator.control.slo import MS, Slo
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings

@@ -32,7 +32,7 @@ from engine.attention.triton_paged import (
     stages_by_rows,
 )
 from engine.ops import triton as triton_ops
-from engine.ops.sampling import LIKELIEST_MASS
+from engine.ops.topk_topp import LIKELIEST_MASS
 from engine.quantization import triton_linear
 from engine.quantization.quantized_linear import OUTPUTS
 

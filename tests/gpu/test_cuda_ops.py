@@ -10,7 +10,7 @@ from engine.cache.kv_pool import PagedKVPool
 from engine.ops.backends import choose_ops
 from engine.ops.base import HeadNorms, KVSlots, Norm, Ops
 from engine.ops.rope import RotaryEmbedding
-from engine.ops.sampling import RowSampling
+from engine.ops.topk_topp import RowSampling
 from engine.ops.triton import TritonOps, least_in_nuclei
 from serving_core.layout import KVLayout
 from serving_core.model_files.differences import GELU_TANH, SILU

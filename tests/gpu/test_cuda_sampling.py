@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.ops.base import Ops
-from engine.ops.sampling import RowSampling
+from engine.ops.topk_topp import RowSampling
 from engine.sampler import adjust
 from serving_core.requests import Request, SamplingParams
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from coordinator.control.prefix_fetch import ALWAYS
-from coordinator.control.prefix_fetch import AUTO as AUTO_LENDING
+from coordinator.control.placement.costs import FETCH_ALWAYS, FETCH_AUTO
 from coordinator.control.roles import AUTO, FIXED
 from coordinator.control.slo import Slo
 from coordinator.settings import CoordinatorSettings
@@ -93,7 +92,7 @@ def plan_of(seed, kinds=FAULTS):
         node_wait_s=random.choice([0.0, 5.0, 5.0]),
         roles=random.choice([FIXED, FIXED, AUTO]),
         step_timeout_s=20.0,
-        remote_prefix_fetch=Random(f"{seed} lending").choice([ALWAYS, ALWAYS, AUTO_LENDING]),
+        remote_prefix_fetch=Random(f"{seed} lending").choice([FETCH_ALWAYS, FETCH_ALWAYS, FETCH_AUTO]),
     )
     num_faults = 0 if not kinds or random.random() < 0.05 else random.randint(1, 9)
     faults = [_fault(random, kinds, sorted(roles), asks) for _ in range(num_faults)]

@@ -51,10 +51,10 @@ from coordinator.api.validation import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    RANGES,
 )
 from coordinator.control.slo import MAX_PRIORITY
 from coordinator.text.calls.reader import MAX_CALLS, NAME
+from serving_core.requests import SAMPLING_RANGES
 
 MAX_ARGUMENTS_CHARS: Final = 2**20  # of one tool call
 MAX_CONVERSATIONS: Final = 256
@@ -111,7 +111,7 @@ _IncludeReasoning = Annotated[bool | None, Field(description="false leaves thoug
 
 
 def _ranged(name: str, about: str) -> Any:
-    low, high = RANGES[name]
+    low, high = SAMPLING_RANGES[name]
     return Field(None, ge=low, le=high, description=about)
 
 

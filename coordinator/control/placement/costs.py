@@ -24,7 +24,7 @@ tokens are compared.
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
@@ -32,9 +32,94 @@ from typing import Final, NamedTuple
 
 from coordinator.control.load import NO_ARRIVALS, Arrivals, Ledger, Prompt
 from coordinator.control.nodes import Node
-from coordinator.control.prefix_fetch import NEVER, PrefixFetchEstimates, PrefixFetchEstimator
 from coordinator.control.request import Attempt, PrefixFetch
 from serving_core.slo import Due
+
+FETCH_AUTO: Final = "auto"
+FETCH_ALWAYS: Final = "always"
+FETCH_NEVER: Final = "never"
+PREFIX_FETCHES: Final = (FETCH_AUTO, FETCH_ALWAYS, FETCH_NEVER)
+
+MAX_PREFIX_FETCHES: Final = 7  # samples kept for a pair of nodes
+MIN_PREFIX_FETCHES: Final = 3
+MAX_PREFIX_FETCH_AGE_S: Final = 120.0
+UNMEASURED_S: Final = 0.01  # assumed duration of a fetch between nodes without samples
+MIN_PATIENCE_S: Final = 0.25
+PATIENCE_S: Final = 10.0  # with FETCH_ALWAYS, where costs are not compared
+
+Pair = tuple[str, str]
+"""The names of the source and of the prefill node of a remote prefix fetch."""
+
+
+class Sample(NamedTuple):
+    """One remote prefix fetch: `num_tokens` tokens came in `seconds` seconds."""
+
+    at_s: float
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixFetchEstimates:
+    """Estimate remote prefix fetches between pairs of nodes from recent ones."""
+
+    fetches: str = FETCH_NEVER
+    samples: Mapping[Pair, Sequence[Sample]] = field(default_factory=dict)
+
+    def seconds(self, pair: Pair, num_tokens: int) -> float:
+        """Return the seconds of a fetch of `num_tokens` tokens.
+
+        A longer fetch than a measured one counts in proportion and a shorter one as long as that: the estimate is never
+        below a measurement.
+        """
+        if self.fetches == FETCH_ALWAYS:
+            return 0.0
+        known = self.samples.get(pair, ())
+        if len(known) < MIN_PREFIX_FETCHES:
+            return UNMEASURED_S
+        return median(each.seconds * max(1.0, num_tokens / each.num_tokens) for each in known)
+
+    def is_worth(self, pair: Pair, num_tokens: int, computed_s: float) -> bool:
+        """Return whether to fetch `num_tokens` tokens that would take `computed_s` seconds to compute."""
+        if self.fetches == FETCH_NEVER or num_tokens <= 0:
+            return False
+        return self.fetches == FETCH_ALWAYS or self.seconds(pair, num_tokens) < computed_s
+
+    def patience_s(self, computed_s: float) -> float:
+        """Return how long, in seconds, to wait for a fetch."""
+        return PATIENCE_S if self.fetches == FETCH_ALWAYS else max(MIN_PATIENCE_S, computed_s)
+
+
+class PrefixFetchEstimator:
+    """Measure remote prefix fetches as they happen.
+
+    Samples expire, and fewer than MIN_PREFIX_FETCHES samples count as none: otherwise a few slow fetches, as when
+    connections are made, would stop all fetches, and no later one could show that they have become faster."""
+
+    def __init__(self, fetches: str = FETCH_NEVER) -> None:
+        """Start without samples. `fetches`: one of PREFIX_FETCHES."""
+        self._fetches = fetches
+        self._samples: dict[Pair, deque[Sample]] = {}
+
+    def ended(self, pair: Pair, num_tokens: int, seconds: float, now: float) -> None:
+        """Record a fetch of `num_tokens` tokens, which have come in this time or should have."""
+        if num_tokens > 0:
+            self._drop_old(now)
+            samples = self._samples.setdefault(pair, deque(maxlen=MAX_PREFIX_FETCHES))
+            samples.append(Sample(now, num_tokens, max(0.0, seconds)))
+
+    def estimates(self, now: float) -> PrefixFetchEstimates:
+        """Return the present estimates. Use them at once: they change with the samples."""
+        self._drop_old(now)
+        return PrefixFetchEstimates(self._fetches, self._samples)
+
+    def _drop_old(self, now: float) -> None:
+        for pair, samples in list(self._samples.items()):
+            while samples and now - samples[0].at_s > MAX_PREFIX_FETCH_AGE_S:
+                samples.popleft()
+            if not samples:
+                del self._samples[pair]
+
 
 MAX_TRANSFERS: Final = 31
 MAX_TRANSFER_AGE_S: Final = 30.0
@@ -61,7 +146,7 @@ class TransferEstimator:
     connections are made, would keep requests away, and no later transfer could show that they have become faster.
     """
 
-    def __init__(self, fetches: str = NEVER) -> None:
+    def __init__(self, fetches: str = FETCH_NEVER) -> None:
         """Start without samples. `fetches`: one of PREFIX_FETCHES, when to use remote prefix fetches."""
         self._credits, self._transfers = _Samples(), _Samples()
         self.prefix_fetches = PrefixFetchEstimator(fetches)
@@ -229,7 +314,7 @@ class Costs:
 
     def _find_source(self, nodes: Sequence[Node]) -> Node | None:
         """Return the node that has most of the prompt cached; None where remote prefix fetches are off."""
-        if self._transfers.prefix_fetches.fetches == NEVER or not self.are_known:
+        if self._transfers.prefix_fetches.fetches == FETCH_NEVER or not self.are_known:
             return None
         ready = [node for node in nodes if node.is_ready]
         return min(ready, key=lambda node: (self._tokens_not_held(node), node.name), default=None)

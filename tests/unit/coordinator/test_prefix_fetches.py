@@ -5,19 +5,20 @@ import pytest
 from coordinator.control.instructions import Send
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.nodes import Registry
-from coordinator.control.placement.costs import TransferEstimates, Wanted
-from coordinator.control.placement.policy import POLICIES
-from coordinator.control.prefix_fetch import (
-    ALWAYS,
-    AUTO,
+from coordinator.control.placement.costs import (
+    FETCH_ALWAYS,
+    FETCH_AUTO,
+    FETCH_NEVER,
     MAX_PREFIX_FETCH_AGE_S,
     MIN_PATIENCE_S,
     MIN_PREFIX_FETCHES,
-    NEVER,
     PATIENCE_S,
     UNMEASURED_S,
     PrefixFetchEstimator,
+    TransferEstimates,
+    Wanted,
 )
+from coordinator.control.placement.policy import POLICIES
 from protos import fleet_pb2, inference_pb2
 from serving_core.shapes import Shape
 from tests import fleet_events as events
@@ -33,7 +34,7 @@ RATE = 1000.0
 # ---- the price ----
 
 
-def measured(*prefix_fetches, fetches=AUTO, now=0.0):
+def measured(*prefix_fetches, fetches=FETCH_AUTO, now=0.0):
     known = PrefixFetchEstimator(fetches)
     for num_tokens, seconds in prefix_fetches:
         known.ended(PAIR, num_tokens, seconds, now)
@@ -58,7 +59,7 @@ def test_a_price_is_never_less_than_was_measured(num_tokens, seconds):
 
 
 def test_old_prefix_fetches_count_no_more():
-    known = PrefixFetchEstimator(AUTO)
+    known = PrefixFetchEstimator(FETCH_AUTO)
     for _ in range(MIN_PREFIX_FETCHES):
         known.ended(PAIR, 100, 9.0, 0.0)
     assert known.estimates(MAX_PREFIX_FETCH_AGE_S).seconds(PAIR, 100) == 9.0
@@ -67,15 +68,15 @@ def test_old_prefix_fetches_count_no_more():
 
 def test_always_and_never_ask_for_no_price():
     slow = [(100, 9.0)] * MIN_PREFIX_FETCHES
-    assert measured(*slow, fetches=ALWAYS).is_worth(PAIR, 1, 0.0)
-    assert not measured(fetches=NEVER).is_worth(PAIR, 100, 9.0)
-    assert not measured(fetches=ALWAYS).is_worth(PAIR, 0, 9.0)
+    assert measured(*slow, fetches=FETCH_ALWAYS).is_worth(PAIR, 1, 0.0)
+    assert not measured(fetches=FETCH_NEVER).is_worth(PAIR, 100, 9.0)
+    assert not measured(fetches=FETCH_ALWAYS).is_worth(PAIR, 0, 9.0)
 
 
 def test_patience_is_what_computing_takes():
     assert measured().patience_s(3.0) == 3.0
     assert measured().patience_s(0.0) == MIN_PATIENCE_S
-    assert measured(fetches=ALWAYS).patience_s(0.0) == PATIENCE_S
+    assert measured(fetches=FETCH_ALWAYS).patience_s(0.0) == PATIENCE_S
 
 
 # ---- placement ----
@@ -88,7 +89,7 @@ def admit(registry, name, hints=()):
     return node
 
 
-def placed(fetches=AUTO, held={"d0": HINTS}, prefix_fetches=(), names=("p0", "d0"), queued=None):  # noqa: B006
+def placed(fetches=FETCH_AUTO, held={"d0": HINTS}, prefix_fetches=(), names=("p0", "d0"), queued=None):  # noqa: B006
     registry, ledger = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9), Ledger()
     nodes = {name: admit(registry, name, held.get(name, ())) for name in names}
     for name, num_tokens in (queued or {}).items():
@@ -111,7 +112,7 @@ def test_what_the_prefill_node_holds_is_not_lent():
 
 @pytest.mark.parametrize(
     ("fetches", "loan_s", "is_lent"),
-    [(AUTO, 0.09, True), (AUTO, 0.097, False), (ALWAYS, 9.0, True), (NEVER, 0.0, False)],
+    [(FETCH_AUTO, 0.09, True), (FETCH_AUTO, 0.097, False), (FETCH_ALWAYS, 9.0, True), (FETCH_NEVER, 0.0, False)],
 )
 def test_blocks_travel_where_that_is_faster_than_computing_them(fetches, loan_s, is_lent):
     """96 tokens take 0.096 s to be computed."""
@@ -125,7 +126,7 @@ def test_the_node_that_holds_the_prompt_is_preferred_while_its_queue_is_short():
     assert (near.prefill_node.name, near.prefix_fetch) == ("p1", None)
     far = placed(**options, queued={"p1": 500})
     assert (far.prefill_node.name, far.prefix_fetch.source.name) == ("p0", "p1")
-    alone = placed(**options, queued={"p1": 500}, fetches=NEVER)
+    alone = placed(**options, queued={"p1": 500}, fetches=FETCH_NEVER)
     assert (alone.prefill_node.name, alone.prefix_fetch) == ("p0", None)
 
 
@@ -144,7 +145,7 @@ def test_without_rates_there_is_no_price():
     for node in nodes:
         registry.heartbeat(node, events.heartbeat("ready").heartbeat, 0.0)
     registry.cache_changed(nodes[1], events.cache_changed(HINTS).cache_changed)
-    costs = TransferEstimates(prefix_fetches=measured(fetches=ALWAYS))
+    costs = TransferEstimates(prefix_fetches=measured(fetches=FETCH_ALWAYS))
     assert (
         POLICIES["auto"].place(registry.nodes, Ledger(), Wanted(Prompt(TOKENS), 110), costs, 0.0).prefix_fetch is None
     )
@@ -157,7 +158,7 @@ class PrefixSends(World):
     """A world in which d1 holds the prompt, and p0 is to read it."""
 
     def __init__(self):
-        super().__init__(("p0", "d0"), fetches=ALWAYS)
+        super().__init__(("p0", "d0"), fetches=FETCH_ALWAYS)
         self.attach("d1", shape=Shape(0, 64, takes_handovers=False))  # so d0 writes the answer
         for name in ("p0", "d0", "d1"):
             self.rate(name)

@@ -11,7 +11,6 @@ from coordinator.control.placement.policy import POLICIES
 from serving_core.errors import RequestError
 from serving_core.node.blocks import BlockAllocator
 from serving_core.node.prefix import MIXED_NUMERICS, BlockNames, hint_of, root_name
-from serving_core.node.tiers import TierIndex
 from serving_core.shapes import Shape
 from serving_node.outputs import CacheReport
 from tests import fleet_events as events
@@ -245,7 +244,7 @@ def test_coordinator_and_node_agree_on_what_a_real_allocator_holds(rounds):
     def hear(cache_changed):
         left_out.append(registry.cache_changed(node, cache_changed))
 
-    report = CacheReport(allocator, TierIndex(0, 0), numerics_ids, hear)
+    report = CacheReport(allocator, None, numerics_ids, hear)
     for length, first, salt, made, is_told in rounds:
         token_ids = TOKENS[first:length]
         names = BlockNames(root_name(events.MODEL, salt), events.BLOCK_SIZE)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.ops.base import Ops
-from engine.ops.sampling import RowSampling
+from engine.ops.topk_topp import RowSampling
 from tests.effort import effort
 from tests.unit.engine.in_one_test import for_each
 from tests.unit.engine.native_kit import thread_counts

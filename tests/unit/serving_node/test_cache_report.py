@@ -4,7 +4,6 @@ import pytest
 
 from serving_core.node.blocks import BlockAllocator
 from serving_core.node.prefix import hint_of
-from serving_core.node.tiers import TierIndex
 from serving_node import outputs
 from serving_node.outputs import CacheReport
 
@@ -21,7 +20,7 @@ class Coordinator:
 
     def __init__(self, num_blocks):
         self.allocator = BlockAllocator(num_blocks)
-        self.report = CacheReport(self.allocator, TierIndex(0, 0), [b"maker"], self.hear)
+        self.report = CacheReport(self.allocator, None, [b"maker"], self.hear)
         self.hints = set()
         self.messages = []
 

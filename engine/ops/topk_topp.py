@@ -1,4 +1,4 @@
-"""Sample tokens from many rows of logits at once, with torch on every device, without synchronizing with CUDA.
+"""Sample tokens from many rows of logits at once: temperature, min_p, top_k, top_p and the random choice, with torch.
 
 Masses are integers, whose sums are equal in any order: so a token depends neither on other rows nor on the number of
 threads.
