@@ -174,13 +174,13 @@ def tell_scores(wire: fleet_pb2.SampledToken, scores: Sequence[SampledToken]) ->
 
 def shape_to_wire(shape: Shape) -> inference_pb2.Shape:
     return inference_pb2.Shape(
-        prompt_tokens=shape.prompt_tokens, slots=shape.slots, takes_handovers=shape.takes_handovers
+        prompt_tokens=shape.prompt_tokens, slots=shape.slots, accepts_transfers=shape.accepts_transfers
     )
 
 
 def shape_from_wire(wire: inference_pb2.Shape) -> Shape:
     """The inverse of shape_to_wire; whether a node can take the shape is not checked."""
-    return Shape(wire.prompt_tokens, wire.slots, wire.takes_handovers)
+    return Shape(wire.prompt_tokens, wire.slots, wire.accepts_transfers)
 
 
 def to_tail(token_ids: Sequence[int], numerics_ids: Sequence[bytes]) -> bytes:

@@ -117,7 +117,7 @@ class Percentiles(_message.Message):
     def __init__(self, p50: _Optional[float] = ..., p90: _Optional[float] = ..., p99: _Optional[float] = ...) -> None: ...
 
 class AnswerLife(_message.Message):
-    __slots__ = ("number", "answer_id", "start_s", "spans", "end", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_s", "tpot_s", "num_restarts", "num_moves", "move_pause_s", "kv_bytes", "attainment")
+    __slots__ = ("number", "answer_id", "start_s", "spans", "end", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_s", "tpot_s", "num_restarts", "num_migrations", "migration_pause_s", "kv_bytes", "attainment")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ANSWER_ID_FIELD_NUMBER: _ClassVar[int]
     START_S_FIELD_NUMBER: _ClassVar[int]
@@ -129,8 +129,8 @@ class AnswerLife(_message.Message):
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
     NUM_RESTARTS_FIELD_NUMBER: _ClassVar[int]
-    NUM_MOVES_FIELD_NUMBER: _ClassVar[int]
-    MOVE_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
+    MIGRATION_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     ATTAINMENT_FIELD_NUMBER: _ClassVar[int]
     number: int
@@ -144,11 +144,11 @@ class AnswerLife(_message.Message):
     ttft_s: float
     tpot_s: float
     num_restarts: int
-    num_moves: int
-    move_pause_s: float
+    num_migrations: int
+    migration_pause_s: float
     kv_bytes: int
     attainment: Attainment
-    def __init__(self, number: _Optional[int] = ..., answer_id: _Optional[str] = ..., start_s: _Optional[float] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., end: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., num_restarts: _Optional[int] = ..., num_moves: _Optional[int] = ..., move_pause_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., attainment: _Optional[_Union[Attainment, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., answer_id: _Optional[str] = ..., start_s: _Optional[float] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., end: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., num_restarts: _Optional[int] = ..., num_migrations: _Optional[int] = ..., migration_pause_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., attainment: _Optional[_Union[Attainment, _Mapping]] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("phase", "begin_s", "end_s", "prefill_node", "decode_node")
@@ -394,7 +394,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Complete(_message.Message):
-    __slots__ = ("finish_reason", "matched_token_id", "matched_stop_str", "prompt_tokens", "completion_tokens", "cached_tokens", "timeline", "kv_bytes", "kv_bytes_saved", "moved_kv_bytes", "attainment", "resumed_tokens", "proposed_tokens", "accepted_tokens", "lent_kv_bytes", "error")
+    __slots__ = ("finish_reason", "matched_token_id", "matched_stop_str", "prompt_tokens", "completion_tokens", "cached_tokens", "timeline", "kv_bytes", "kv_bytes_saved", "migrated_kv_bytes", "attainment", "resumed_tokens", "proposed_tokens", "accepted_tokens", "fetched_kv_bytes", "error")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_STR_FIELD_NUMBER: _ClassVar[int]
@@ -404,12 +404,12 @@ class Complete(_message.Message):
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_SAVED_FIELD_NUMBER: _ClassVar[int]
-    MOVED_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MIGRATED_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     ATTAINMENT_FIELD_NUMBER: _ClassVar[int]
     RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LENT_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     matched_token_id: int
@@ -420,14 +420,14 @@ class Complete(_message.Message):
     timeline: Timeline
     kv_bytes: int
     kv_bytes_saved: int
-    moved_kv_bytes: int
+    migrated_kv_bytes: int
     attainment: Attainment
     resumed_tokens: int
     proposed_tokens: int
     accepted_tokens: int
-    lent_kv_bytes: int
+    fetched_kv_bytes: int
     error: str
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ..., moved_kv_bytes: _Optional[int] = ..., attainment: _Optional[_Union[Attainment, _Mapping]] = ..., resumed_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., lent_kv_bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ..., migrated_kv_bytes: _Optional[int] = ..., attainment: _Optional[_Union[Attainment, _Mapping]] = ..., resumed_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., fetched_kv_bytes: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Attainment(_message.Message):
     __slots__ = ("slo_class", "ttft_ms", "tpot_ms", "ttft_met", "tpot_met")
@@ -444,11 +444,11 @@ class Attainment(_message.Message):
     def __init__(self, slo_class: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., ttft_met: _Optional[bool] = ..., tpot_met: _Optional[bool] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("prefill_queue_s", "prefill_s", "credit_wait_s", "transfer_s", "decode_queue_s", "decode_s", "e2e_s", "ttft_s", "prefill_node", "decode_node", "num_restarts", "num_moves", "move_pause_s", "loan_s", "expected_ttft_s", "expected_prefill_s", "ttft_margin_s", "expected_tpot_s", "deferred_s", "is_late")
+    __slots__ = ("prefill_queue_s", "prefill_s", "kv_alloc_s", "kv_transfer_s", "decode_queue_s", "decode_s", "e2e_s", "ttft_s", "prefill_node", "decode_node", "num_restarts", "num_migrations", "migration_pause_s", "prefix_fetch_s", "expected_ttft_s", "expected_prefill_s", "ttft_margin_s", "expected_tpot_s", "deferred_s", "is_late")
     PREFILL_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
-    CREDIT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    KV_ALLOC_S_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     E2E_S_FIELD_NUMBER: _ClassVar[int]
@@ -456,9 +456,9 @@ class Timeline(_message.Message):
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
     NUM_RESTARTS_FIELD_NUMBER: _ClassVar[int]
-    NUM_MOVES_FIELD_NUMBER: _ClassVar[int]
-    MOVE_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
-    LOAN_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
+    MIGRATION_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FETCH_S_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     TTFT_MARGIN_S_FIELD_NUMBER: _ClassVar[int]
@@ -467,8 +467,8 @@ class Timeline(_message.Message):
     IS_LATE_FIELD_NUMBER: _ClassVar[int]
     prefill_queue_s: float
     prefill_s: float
-    credit_wait_s: float
-    transfer_s: float
+    kv_alloc_s: float
+    kv_transfer_s: float
     decode_queue_s: float
     decode_s: float
     e2e_s: float
@@ -476,16 +476,16 @@ class Timeline(_message.Message):
     prefill_node: str
     decode_node: str
     num_restarts: int
-    num_moves: int
-    move_pause_s: float
-    loan_s: float
+    num_migrations: int
+    migration_pause_s: float
+    prefix_fetch_s: float
     expected_ttft_s: float
     expected_prefill_s: float
     ttft_margin_s: float
     expected_tpot_s: float
     deferred_s: float
     is_late: bool
-    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., credit_wait_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., num_restarts: _Optional[int] = ..., num_moves: _Optional[int] = ..., move_pause_s: _Optional[float] = ..., loan_s: _Optional[float] = ..., expected_ttft_s: _Optional[float] = ..., expected_prefill_s: _Optional[float] = ..., ttft_margin_s: _Optional[float] = ..., expected_tpot_s: _Optional[float] = ..., deferred_s: _Optional[float] = ..., is_late: _Optional[bool] = ...) -> None: ...
+    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., kv_alloc_s: _Optional[float] = ..., kv_transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., num_restarts: _Optional[int] = ..., num_migrations: _Optional[int] = ..., migration_pause_s: _Optional[float] = ..., prefix_fetch_s: _Optional[float] = ..., expected_ttft_s: _Optional[float] = ..., expected_prefill_s: _Optional[float] = ..., ttft_margin_s: _Optional[float] = ..., expected_tpot_s: _Optional[float] = ..., deferred_s: _Optional[float] = ..., is_late: _Optional[bool] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids",)
@@ -649,17 +649,17 @@ class SloClassLoad(_message.Message):
     def __init__(self, slo_class: _Optional[str] = ..., limits: _Optional[str] = ..., num_answers: _Optional[int] = ..., num_ttft_met: _Optional[int] = ..., num_tpot_met: _Optional[int] = ..., num_met: _Optional[int] = ...) -> None: ...
 
 class Shape(_message.Message):
-    __slots__ = ("prompt_tokens", "slots", "takes_handovers")
+    __slots__ = ("prompt_tokens", "slots", "accepts_transfers")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
-    TAKES_HANDOVERS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTS_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     slots: int
-    takes_handovers: bool
-    def __init__(self, prompt_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., takes_handovers: _Optional[bool] = ...) -> None: ...
+    accepts_transfers: bool
+    def __init__(self, prompt_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., accepts_transfers: _Optional[bool] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("name", "role", "state", "num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_free", "num_steps", "step_s", "rss_bytes", "num_preemptions", "num_blocks_cached", "num_prompt_tokens", "num_cached_tokens", "num_kv_bytes", "num_transfers_failed", "ranks", "prefill_tokens_per_s", "shape", "lone_step_s", "step_weights", "decode_margin", "num_blocks_leaked", "step_tokens", "num_step_tokens", "tier", "num_blocks_hosted", "num_annexes", "num_annexes_recalled", "num_losses", "longest_heartbeat_gap_s")
+    __slots__ = ("name", "role", "state", "num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_free", "num_steps", "step_s", "rss_bytes", "num_preemptions", "num_blocks_cached", "num_prompt_tokens", "num_cached_tokens", "num_kv_bytes", "num_transfers_failed", "ranks", "prefill_tokens_per_s", "shape", "lone_step_s", "step_weights", "decode_margin", "num_blocks_leaked", "step_tokens", "num_step_tokens", "tier", "num_remote_kv_blocks", "num_remote_kvs", "num_remote_kvs_revoked", "num_losses", "longest_heartbeat_gap_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -687,9 +687,9 @@ class NodeLoad(_message.Message):
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_HOSTED_FIELD_NUMBER: _ClassVar[int]
-    NUM_ANNEXES_FIELD_NUMBER: _ClassVar[int]
-    NUM_ANNEXES_RECALLED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REMOTE_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REMOTE_KVS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REMOTE_KVS_REVOKED_FIELD_NUMBER: _ClassVar[int]
     NUM_LOSSES_FIELD_NUMBER: _ClassVar[int]
     LONGEST_HEARTBEAT_GAP_S_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -719,12 +719,12 @@ class NodeLoad(_message.Message):
     step_tokens: _containers.RepeatedScalarFieldContainer[int]
     num_step_tokens: int
     tier: TierLoad
-    num_blocks_hosted: int
-    num_annexes: int
-    num_annexes_recalled: int
+    num_remote_kv_blocks: int
+    num_remote_kvs: int
+    num_remote_kvs_revoked: int
     num_losses: int
     longest_heartbeat_gap_s: float
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_kv_bytes: _Optional[int] = ..., num_transfers_failed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., prefill_tokens_per_s: _Optional[float] = ..., shape: _Optional[_Union[Shape, _Mapping]] = ..., lone_step_s: _Optional[float] = ..., step_weights: _Optional[_Iterable[float]] = ..., decode_margin: _Optional[float] = ..., num_blocks_leaked: _Optional[int] = ..., step_tokens: _Optional[_Iterable[int]] = ..., num_step_tokens: _Optional[int] = ..., tier: _Optional[_Union[TierLoad, _Mapping]] = ..., num_blocks_hosted: _Optional[int] = ..., num_annexes: _Optional[int] = ..., num_annexes_recalled: _Optional[int] = ..., num_losses: _Optional[int] = ..., longest_heartbeat_gap_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_kv_bytes: _Optional[int] = ..., num_transfers_failed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., prefill_tokens_per_s: _Optional[float] = ..., shape: _Optional[_Union[Shape, _Mapping]] = ..., lone_step_s: _Optional[float] = ..., step_weights: _Optional[_Iterable[float]] = ..., decode_margin: _Optional[float] = ..., num_blocks_leaked: _Optional[int] = ..., step_tokens: _Optional[_Iterable[int]] = ..., num_step_tokens: _Optional[int] = ..., tier: _Optional[_Union[TierLoad, _Mapping]] = ..., num_remote_kv_blocks: _Optional[int] = ..., num_remote_kvs: _Optional[int] = ..., num_remote_kvs_revoked: _Optional[int] = ..., num_losses: _Optional[int] = ..., longest_heartbeat_gap_s: _Optional[float] = ...) -> None: ...
 
 class TierLoad(_message.Message):
     __slots__ = ("host_bytes", "disk_bytes", "num_hits", "num_misses", "num_damaged", "num_late", "read_bytes", "read_s", "written_bytes", "write_s", "num_unwritten", "saved_s")

@@ -1,11 +1,13 @@
-"""Map the names of flags, environment variables, YAML keys and metrics of an earlier version to the current ones.
+"""Map the names of flags, environment variables, YAML keys, JSON keys and metrics of an earlier version to the current
+ones.
 
 An old name works until the next release. A flag, a variable or a key under its old name is accepted with a warning; a
 metric is exposed under both names.
 """
 
-from collections.abc import Callable, Iterable, MutableMapping
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import cache
+from typing import Any, Final
 
 import click
 
@@ -14,19 +16,37 @@ FLAGS: Final = {
     "doors": "api_server_count",
     "kv_annexes": "distributed_kv",
     "kv_lending": "remote_prefix_fetch",
+    "no_takes_handovers": "no_accepts_transfers",
     "seats": "slots",
+    "takes_handovers": "accepts_transfers",
     "ticket_timeout_s": "descriptor_timeout_s",
     "ticket_ttl_s": "reservation_ttl_s",
+}
+JSON_KEYS: Final = {  # of timelines, results of benchmarks and profiles
+    "credit_wait_s": "kv_alloc_s",
+    "loan_s": "prefix_fetch_s",
+    "move_pause_s": "migration_pause_s",
+    "transfer_s": "kv_transfer_s",
 }
 METRICS: Final = {  # new: old
     "api_server_calls": "door_calls",
     "api_server_cpu_seconds": "door_cpu_seconds",
+    "fetched_blocks": "blocks_lent",
+    "fetched_kv_bytes": "lent_kv_bytes",
+    "local_decodes": "answers_kept",
+    "migrated_kv_bytes": "moved_kv_bytes",
     "migration_pause_seconds": "move_pause_seconds",
     "migrations": "moves",
     "prefix_fetch_seconds": "loan_seconds",
     "prefix_fetches": "loans",
+    "remote_kv_blocks": "kv_blocks_hosted",
     "remote_kvs": "annexes",
-    "remote_kvs_recalled": "annexes_recalled",
+    "remote_kvs_revoked": "annexes_recalled",
+    "request_kv_alloc_seconds": "request_credit_wait_seconds",
+    "request_kv_transfer_seconds": "request_transfer_seconds",
+    "requests_deferred": "requests_held",
+    "slo_requests": "slo_answers",
+    "step_sequences": "step_answers",
 }
 
 Warn = Callable[[str], object]
@@ -53,6 +73,17 @@ def rename_variables(environment: MutableMapping[str, str], warn: Warn) -> None:
         if old_name in environment:
             warn(f"Warning: {old_name} is called {new_name} now")
             environment.setdefault(new_name, environment.pop(old_name))
+
+
+def rename_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with its old keys renamed. Prints one warning for each old key of the process."""
+    return {_new_key(key) if key in JSON_KEYS else key: value for key, value in values.items()}
+
+
+@cache
+def _new_key(key: str) -> str:
+    warn(f"Warning: the key {key} is called {JSON_KEYS[key]} now")
+    return JSON_KEYS[key]
 
 
 def warn(line: str) -> None:

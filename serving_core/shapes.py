@@ -18,7 +18,7 @@ class Shape:
 
     prompt_tokens: int  # most prompt tokens in one step; 0: no prefill
     slots: int  # running slots; 0: no decode
-    takes_handovers: bool  # whether the node decodes requests that other nodes prefill
+    accepts_transfers: bool  # whether the node decodes requests that other nodes prefill
 
     @property
     def reads(self) -> bool:
@@ -34,7 +34,7 @@ def common(one: Shape, other: Shape) -> Shape:
     return Shape(
         min(one.prompt_tokens, other.prompt_tokens),
         min(one.slots, other.slots),
-        one.takes_handovers and other.takes_handovers,
+        one.accepts_transfers and other.accepts_transfers,
     )
 
 
@@ -69,6 +69,6 @@ def check_shape(shape: Shape, *, max_num_batched_tokens: int, max_num_seqs: int)
     if not shape.reads and not shape.writes:
         message = "a shape needs prompt_tokens or slots above 0: a node that does neither does nothing"
         raise RequestError(BAD_PARAM, message, field="shape")
-    if shape.takes_handovers and not shape.writes:
+    if shape.accepts_transfers and not shape.writes:
         message = "a shape that takes hand-overs needs slots above 0 for their answers"
-        raise RequestError(BAD_PARAM, message, field="shape.takes_handovers")
+        raise RequestError(BAD_PARAM, message, field="shape.accepts_transfers")

@@ -208,7 +208,7 @@ class Histories:
 
     async def _in_chunks(self, client: AsyncClient, name: str, num_tokens: int) -> None:
         [before] = (await client.loads()).nodes
-        now = await client.set_role(name, Shape(num_tokens, before.shape.slots, takes_handovers=True))
+        now = await client.set_role(name, Shape(num_tokens, before.shape.slots, accepts_transfers=True))
         outputs = await self._at_once(client, f"chunks of {num_tokens}")
         least = _num_prompt_tokens(self._requests) // num_tokens
         after = await _until(client, lambda load: load.num_steps - before.num_steps >= least)
@@ -260,14 +260,14 @@ class Histories:
     async def _moved(self, client: AsyncClient, victim: str) -> None:
         """Make a decode node a prefill node, so that its running requests migrate."""
         outputs: list[Output] = []
-        num_moves = 0
+        num_migrations = 0
         for number in range(MAX_MIGRATION_TRIES):
             outputs = await self._disturbed(client, f"moved {number}", lambda: client.set_role(victim, PREFILL))
             await client.set_role(victim, DECODE)
-            num_moves = _total(outputs, lambda completion: completion.timeline.num_moves)
-            if num_moves or first_difference(self.alone, outputs):
+            num_migrations = _total(outputs, lambda completion: completion.timeline.num_migrations)
+            if num_migrations or first_difference(self.alone, outputs):
                 break
-        self._note("migrated", outputs, f"{num_moves} migrations of running requests", num_moves > 0)
+        self._note("migrated", outputs, f"{num_migrations} migrations of running requests", num_migrations > 0)
 
     # ---- a small node ----
 

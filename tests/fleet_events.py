@@ -80,8 +80,8 @@ def heartbeat(state="ready", step_age_s=0.0, **load):
     return fleet_pb2.NodeEvent(heartbeat=fleet_pb2.Heartbeat(load=load, step_age_s=step_age_s))
 
 
-def shape(prompt_tokens, slots, *, takes_handovers):
-    return shape_to_wire(Shape(prompt_tokens, slots, takes_handovers))
+def shape(prompt_tokens, slots, *, accepts_transfers):
+    return shape_to_wire(Shape(prompt_tokens, slots, accepts_transfers))
 
 
 def sampled(attempt, index, token_id, finish_reason=0, **logprobs):

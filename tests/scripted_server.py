@@ -138,7 +138,7 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
             num_blocks=6,
             num_blocks_free=6,
             ranks=[rank()],
-            shape=inference_pb2.Shape(slots=64, takes_handovers=True),
+            shape=inference_pb2.Shape(slots=64, accepts_transfers=True),
             longest_heartbeat_gap_s=self.heartbeat_gap_s,
         )
         chat = inference_pb2.SloClassLoad(

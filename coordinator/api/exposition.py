@@ -88,28 +88,32 @@ def _times(metrics: Metrics) -> Iterator[Figure]:
         return histogram(name, help, [({}, observed)], *vllm)
 
     for name, help, observed in (
-        ("time_to_first_token_seconds", "From the arrival of a request to its first token.", metrics.ttft),
-        ("inter_token_latency_seconds", "From one token of an answer to the next.", metrics.itl),
-        ("request_time_per_output_token_seconds", "Mean of an answer's tokens after the first.", metrics.tpot),
-        ("e2e_request_latency_seconds", "From the arrival of a request to the end of its answer.", metrics.e2e),
+        ("time_to_first_token_seconds", "Time from the arrival of a request to its first token (TTFT).", metrics.ttft),
+        ("inter_token_latency_seconds", "Time from one output token of a sequence to the next.", metrics.itl),
+        ("request_time_per_output_token_seconds", "Mean time per output token after the first (TPOT).", metrics.tpot),
+        ("e2e_request_latency_seconds", "Time from the arrival of a request to its end (E2EL).", metrics.e2e),
     ):
         yield figure(name, help, observed, name)
-    help = "From the last token before a running answer moved to the first one after it."
+    help = "Time from the last token before a migration to the first token after it."
     yield figure("migration_pause_seconds", help, metrics.migration_pause)
     yield figure(
-        "prefix_fetch_seconds", "From a node's room for blocks to the end of the prefix fetch.", metrics.prefix_fetch
+        "prefix_fetch_seconds",
+        "Time of a remote prefix fetch, from the allocation of its blocks to its end.",
+        metrics.prefix_fetch,
     )
     for phase, observed in metrics.phases.items():
-        help = f"Part of an answer's time: {phase.value.replace('_', ' ')}."
+        help = f"Time of a request in the phase {phase.value}."
         yield figure(f"request_{phase.value}_seconds", help, observed, *filter(None, [VLLM_PHASES.get(phase)]))
-    help = "An answer's time but for the wait to be read."
+    help = "Time of a request after its prefill queue."
     yield figure("request_inference_seconds", help, metrics.inference, "request_inference_time_seconds")
-    yield figure("request_prompt_tokens", "Tokens of a prompt.", metrics.prompt_lengths, "request_prompt_tokens")
-    yield figure("request_params_n", "Answers that a request asks for.", metrics.params_n, "request_params_n")
-    help, name = "Most tokens of each answer that a request asks for.", "request_params_max_tokens"
+    yield figure(
+        "request_prompt_tokens", "Prompt tokens of a request.", metrics.prompt_lengths, "request_prompt_tokens"
+    )
+    yield figure("request_params_n", "Sequences that a request asks for (n).", metrics.params_n, "request_params_n")
+    help, name = "max_tokens of a request.", "request_params_max_tokens"
     yield figure(name, help, metrics.params_max_tokens, name)
     names = ("request_generation_tokens", "request_max_num_generation_tokens")  # each sequence is a group of its own
-    yield figure("request_generation_tokens", "Tokens of an answer.", metrics.answer_lengths, *names)
+    yield figure("request_generation_tokens", "Generation tokens of a request.", metrics.answer_lengths, *names)
 
 
 def _totals(metrics: Metrics) -> Iterator[Figure]:
@@ -121,38 +125,46 @@ def _totals(metrics: Metrics) -> Iterator[Figure]:
         return counter(name, help, values)
 
     prompt, cached = metrics.num_prompt_tokens, metrics.num_cached_tokens
-    yield total("prompt_tokens", "Of prompts that were read.", prompt, "prompt_tokens", "prefix_cache_queries")
-    help = "Of those, the ones whose KV was there."
-    yield total("prompt_tokens_cached", help, cached, "prefix_cache_hits", "prompt_tokens_cached")
-    yield total("generation_tokens", "Of answers.", metrics.num_generated_tokens, "generation_tokens")
-    yield total("kv_transferred_bytes", "KV that travelled between nodes.", metrics.num_kv_bytes)
-    yield total("kv_saved_bytes", "KV that decode nodes held already.", metrics.num_kv_bytes_saved)
     yield total(
-        "moved_kv_bytes", "Of the KV that travelled, that of answers that moved.", metrics.num_migrated_kv_bytes
+        "prompt_tokens", "Prompt tokens of prefilled requests.", prompt, "prompt_tokens", "prefix_cache_queries"
     )
-    yield total("proposed_tokens", "Candidates that were computed for answers that have ended.", metrics.num_proposed)
-    yield total("accepted_tokens", "Of those, the ones that became tokens.", metrics.num_accepted)
-    yield total("blocks_lent", "Of prompts, that came from other nodes which held them.", metrics.num_fetched_blocks)
-    yield total("lent_kv_bytes", "KV of those blocks.", metrics.num_fetched_kv_bytes)
-    yield total("answers_kept", "Answers written where their prompts were read, for want of room.", metrics.num_kept)
-    help = "Nodes lost that did not stop in good order."
+    help = "Prompt tokens whose KV came from the prefix cache."
+    yield total("prompt_tokens_cached", help, cached, "prefix_cache_hits", "prompt_tokens_cached")
+    yield total("generation_tokens", "Generation tokens.", metrics.num_generated_tokens, "generation_tokens")
+    yield total("kv_transferred_bytes", "KV bytes transferred between nodes.", metrics.num_kv_bytes)
+    yield total(
+        "kv_saved_bytes",
+        "KV bytes not transferred, since the decode node had the blocks in its prefix cache.",
+        metrics.num_kv_bytes_saved,
+    )
+    yield total("migrated_kv_bytes", "KV bytes transferred by migrations.", metrics.num_migrated_kv_bytes)
+    yield total("proposed_tokens", "Draft tokens verified, of ended requests.", metrics.num_proposed)
+    yield total("accepted_tokens", "Draft tokens accepted, of ended requests.", metrics.num_accepted)
+    yield total("fetched_blocks", "KV blocks fetched from prefix caches of other nodes.", metrics.num_fetched_blocks)
+    yield total("fetched_kv_bytes", "KV bytes fetched from prefix caches of other nodes.", metrics.num_fetched_kv_bytes)
+    yield total(
+        "local_decodes", "Requests decoded by their prefill node, since no decode node had blocks.", metrics.num_kept
+    )
+    help = "Nodes lost other than by an orderly stop."
     yield totals("node_losses", help, "cause", LossCause, metrics.node_losses)
-    yield total("request_restarts", "Answers that began again on other nodes, after a failure.", metrics.num_restarts)
+    yield total("request_restarts", "Restarts of requests on other nodes after a failure.", metrics.num_restarts)
     finish_reasons, failures = FINISH_REASONS.values(), metrics.transfers_failed
-    help = "Answers that ended well."
+    help = "Requests that ended without an error."
     yield totals("requests_finished", help, "finished_reason", finish_reasons, metrics.finished)
     yield totals(
         "prefix_fetches",
-        "Prefix fetches of blocks to nodes that read.",
+        "Remote prefix fetches.",
         "outcome",
         (FETCHED, NOT_FETCHED),
         metrics.prefix_fetches,
     )
     outcomes = [outcome.value for outcome in MigrationOutcome]
-    yield totals("migrations", "Moves of running answers to other nodes.", "outcome", outcomes, metrics.migrations)
-    yield totals("requests_failed", "Answers that ended with an error.", "reason", CODES, metrics.failed)
-    yield totals("requests_refused", "Requests that did not begin.", "reason", CODES, metrics.refused)
-    yield totals("transfers_failed", "Transfers of KV that failed.", "reason", RESTART_REASONS, failures)
+    yield totals(
+        "migrations", "Migrations of running requests to other nodes.", "outcome", outcomes, metrics.migrations
+    )
+    yield totals("requests_failed", "Requests that ended with an error.", "reason", CODES, metrics.failed)
+    yield totals("requests_refused", "Requests refused.", "reason", CODES, metrics.refused)
+    yield totals("transfers_failed", "KV transfers that failed.", "reason", RESTART_REASONS, failures)
 
 
 def _by_class(metrics: Metrics) -> Iterator[Figure]:
@@ -160,17 +172,19 @@ def _by_class(metrics: Metrics) -> Iterator[Figure]:
         return histogram(name, help, [({"slo_class": name}, each) for name, each in by_class.items()])
 
     attained = metrics.attainment.by_class
-    answers = [({"slo_class": name}, counts.num_answers) for name, counts in attained.items()]
-    yield counter("slo_answers", "Answers with limits that have ended, by class.", answers)
-    kept = [
+    num_requests = [({"slo_class": name}, counts.num_answers) for name, counts in attained.items()]
+    yield counter("slo_requests", "Ended requests with an SLO, by SLO class.", num_requests)
+    attained_by_limit = [
         ({"slo_class": name, "limit": limit}, value)
         for name, counts in attained.items()
         for limit, value in (("ttft", counts.num_ttft_met), ("tpot", counts.num_tpot_met), ("both", counts.num_met))
     ]
-    yield counter("slo_attained", "Of those, the ones that kept a limit, or both.", kept)
-    help = "To the first token, of answers that have ended, by class."
+    yield counter(
+        "slo_attained", "Ended requests that attained their SLO on TTFT, on TPOT, or on both.", attained_by_limit
+    )
+    help = "TTFT of ended requests with an SLO, by SLO class."
     yield times("slo_time_to_first_token_seconds", help, metrics.ttft_by_class)
-    help = "Mean of an answer's tokens after the first, by class."
+    help = "TPOT of ended requests with an SLO, by SLO class."
     yield times("slo_time_per_output_token_seconds", help, metrics.tpot_by_class)
 
 
@@ -178,11 +192,11 @@ def _live(scheduler: Scheduler) -> Iterator[Figure]:
     def one(name: str, help: str, value: int, *vllm: str) -> Figure:
         return gauge(name, help, [({}, value)], *vllm)
 
-    yield one("requests_running", "Live answers that are written.", scheduler.num_running, "num_requests_running")
-    yield one("requests_waiting", "Live answers that are not yet.", scheduler.num_waiting, "num_requests_waiting")
-    held = "Of those, the ones that are held, since they would make answers late."
-    yield one("requests_held", held, scheduler.num_deferred)
-    yield one("nodes_needed", "Nodes that the load of now needs, for autoscalers.", scheduler.num_nodes_needed)
+    yield one("requests_running", "Requests that are decoding.", scheduler.num_running, "num_requests_running")
+    yield one("requests_waiting", "Requests that wait or prefill.", scheduler.num_waiting, "num_requests_waiting")
+    help = "Requests deferred, since they would make others miss their SLO."
+    yield one("requests_deferred", help, scheduler.num_deferred)
+    yield one("nodes_needed", "Nodes that the present load needs, for autoscalers.", scheduler.num_nodes_needed)
 
 
 # ---- figures that vLLM has under other names, so that its dashboards fill ----
@@ -191,26 +205,26 @@ def _live(scheduler: Scheduler) -> Iterator[Figure]:
 def vllm_figures(metrics: Metrics, scheduler: Scheduler, nodes: Sequence[Node], *, is_path: bool) -> Iterator[Figure]:
     """Yield the figures that have no SplitServe name. Names omit vLLM's prefix."""
     ends = {**dict.fromkeys(FINISH_REASONS.values(), 0), **metrics.finished, "error": metrics.failed.total()}
-    help = "Answers that have ended, those that failed too."
+    help = "Ended requests, failed ones included."
     yield counter("request_success", help, [({"finished_reason": reason}, count) for reason, count in ends.items()])
     refused = [({"reason": "max_num_queued_reqs"}, metrics.refused[QUEUE_FULL])]
-    yield counter("admission_rejections", "Requests that were refused as too many were in flight.", refused)
+    yield counter("admission_rejections", "Requests refused, since max_num_queued_reqs were in flight.", refused)
     cached = metrics.num_cached_tokens
     sources = {
         "local_compute": metrics.num_prompt_tokens - cached,
         "local_cache_hit": cached,
         "external_kv_transfer": 0,
     }
-    help = "Of prompts that were read: every token is computed, or found, once."
+    help = "Prompt tokens of prefilled requests, by the source of their KV."
     yield counter("prompt_tokens_by_source", help, [({"source": name}, count) for name, count in sources.items()])
     deferred = scheduler.num_waiting_for_nodes
     reasons = {"capacity": scheduler.num_waiting - deferred, "deferred": deferred}
-    help = "Live answers that are not written yet; deferred: no node can take them now."
+    help = "Requests that wait or prefill; deferred: no node can take them now."
     yield gauge("num_requests_waiting_by_reason", help, [({"reason": name}, count) for name, count in reasons.items()])
     states = {"awake": is_path, "weights_offloaded": False, "discard_all": not is_path}
-    help = "Awake while there are nodes for a request."
+    help = "State of the engine; awake while nodes can serve a request."
     yield gauge("engine_sleep_state", help, [({"sleep_state": name}, value) for name, value in states.items()])
-    yield gauge("cache_config_info", "What each node's KV cache is like.", [(_cache(node), 1) for node in nodes])
+    yield gauge("cache_config_info", "Configuration of each node's KV cache.", [(_cache(node), 1) for node in nodes])
 
 
 def _cache(node: Node) -> Labels:
@@ -234,8 +248,8 @@ def node_figures(nodes: Sequence[Node], scheduler: Scheduler, *, is_path: bool) 
     would seem to start from zero.
     """
     yield gauge("nodes", "Attached nodes.", [({"role": role}, sum(n.role == role for n in nodes)) for role in ROLES])
-    yield gauge("ready", "1 while there are nodes for a request.", [({}, is_path)])
-    help = "Kinds of attached nodes: with more than one, answers may differ in bits between nodes."
+    yield gauge("ready", "1 while nodes can serve a request.", [({}, is_path)])
+    help = "Different numerics among the attached nodes; with more than one, outputs may differ in bits between nodes."
     yield gauge("node_kinds", help, [({}, num_kinds(nodes))])
     drained = [(_labels(node), scheduler.load_of(node).state == DRAINED) for node in nodes]
     yield gauge("node_drained", "1 once a drain of the node has finished.", drained)
@@ -247,24 +261,32 @@ def _gauges(nodes: Sequence[Node]) -> Iterator[Figure]:
     def one(name: str, help: str, value: Callable[[Node], float], *vllm: str) -> Figure:
         return gauge(f"node_{name}", help, [(_labels(node), value(node)) for node in nodes], *vllm)
 
-    yield one("ready", "1 while the node takes requests, 0 while it drains.", lambda node: node.is_ready)
-    yield one("requests_running", "Requests in the node's steps.", lambda node: node.load.num_running)
+    yield one("ready", "1 while the node accepts requests, 0 while it drains.", lambda node: node.is_ready)
+    yield one("requests_running", "Requests in the running batch of the node.", lambda node: node.load.num_running)
     yield one("requests_waiting", "Requests that wait on the node.", lambda node: node.load.num_waiting)
-    yield one("waiting_tokens", "Tokens that wait to be computed.", lambda node: node.load.num_waiting_tokens)
-    yield one("kv_cache_usage_ratio", "Part of the KV blocks in use.", _kv_usage, "kv_cache_usage_perc")
-    yield one("kv_blocks", "KV blocks.", lambda node: node.hello.num_blocks)
     yield one(
-        "kv_blocks_cached", "Of those, free ones with the KV of prompts.", lambda node: node.load.num_blocks_cached
+        "waiting_tokens", "Tokens that wait to be computed on the node.", lambda node: node.load.num_waiting_tokens
     )
-    yield one("kv_blocks_leaked", "In use, but by no request: always 0.", lambda node: node.load.num_blocks_leaked)
-    yield one("resident_memory_bytes", "Memory of the first process.", lambda node: node.load.rss_bytes)
-    yield one("step_seconds", "Median of the recent steps.", lambda node: node.load.step_s)
-    help = "Longest of the last 64 gaps between two heartbeats: a node that is slow to tell is waited for longer."
+    yield one(
+        "kv_cache_usage_ratio", "KV cache usage: fraction of the KV blocks in use.", _kv_usage, "kv_cache_usage_perc"
+    )
+    yield one("kv_blocks", "KV blocks of the node.", lambda node: node.hello.num_blocks)
+    yield one("kv_blocks_cached", "Free KV blocks that the prefix cache has.", lambda node: node.load.num_blocks_cached)
+    yield one(
+        "kv_blocks_leaked",
+        "KV blocks in use by no request; always 0 unless there is a defect.",
+        lambda node: node.load.num_blocks_leaked,
+    )
+    yield one(
+        "resident_memory_bytes", "Resident memory of the first process of the node.", lambda node: node.load.rss_bytes
+    )
+    yield one("step_seconds", "Median time of recent steps.", lambda node: node.load.step_s)
+    help = "Longest of the last 64 times between two heartbeats."
     yield one("longest_heartbeat_gap_seconds", help, lambda node: node.load.longest_heartbeat_gap_s)
-    help = "Times that it was lost in the last 10 minutes; 3 and more: it flaps."
+    help = "Losses of the node in the last 10 minutes; 3 or more: it flaps."
     yield one("recent_losses", help, lambda node: node.load.num_losses)
-    yield one("step_age_seconds", "Of the step that runs; 0 when idle.", lambda node: node.step_age_s)
-    help = "Prompt tokens a second in steps that do nothing else."
+    yield one("step_age_seconds", "Age of the running step; 0 when idle.", lambda node: node.step_age_s)
+    help = "Prefill rate in prompt tokens/s, in steps without decode."
     yield one("prefill_tokens_per_second", help, lambda node: node.load.prefill_tokens_per_s)
 
 
@@ -272,36 +294,40 @@ def _node_totals(nodes: Sequence[Node]) -> Iterator[Figure]:
     def one(name: str, help: str, value: Callable[[NodeLoad], float], *vllm: str) -> Figure:
         return counter(f"node_{name}", help, [(_name(node), value(node.load)) for node in nodes], *vllm)
 
-    yield one("steps", "Steps.", lambda load: load.num_steps)
-    yield one("preemptions", "Answers put back.", lambda load: load.num_preemptions, "num_preemptions")
-    yield one("prompt_tokens", "Tokens of prompts that began on the node.", lambda load: load.num_prompt_tokens)
-    yield one("prompt_tokens_cached", "Of those, the ones whose KV was there.", lambda load: load.num_cached_tokens)
-    yield one("transferred_bytes", "KV that the node has sent and received.", lambda load: load.num_kv_bytes)
+    yield one("steps", "Steps of the node.", lambda load: load.num_steps)
+    yield one("preemptions", "Preemptions.", lambda load: load.num_preemptions, "num_preemptions")
+    yield one("prompt_tokens", "Prompt tokens of requests prefilled on the node.", lambda load: load.num_prompt_tokens)
+    yield one(
+        "prompt_tokens_cached",
+        "Prompt tokens whose KV came from the prefix cache of the node.",
+        lambda load: load.num_cached_tokens,
+    )
+    yield one("transferred_bytes", "KV bytes sent and received.", lambda load: load.num_kv_bytes)
     yield one(
         "transfers_failed",
-        "Its transfers that failed, but for those of answers that were cancelled.",
+        "KV transfers that failed, without those of aborted requests.",
         lambda load: load.num_transfers_failed,
     )
-    yield from _second_tiers([node for node in nodes if node.load.HasField("tier")])
+    yield from _kv_offloads([node for node in nodes if node.load.HasField("tier")])
     steps = [(_name(node), observed) for node in nodes if (observed := _step_tokens(node.load)) is not None]
-    yield histogram("node_step_tokens", "Tokens that one step computed.", steps, "iteration_tokens_total")
+    yield histogram("node_step_tokens", "Tokens computed in one step.", steps, "iteration_tokens_total")
 
 
-def _second_tiers(nodes: Sequence[Node]) -> Iterator[Figure]:
+def _kv_offloads(nodes: Sequence[Node]) -> Iterator[Figure]:
     def values(value: Callable[[TierLoad], float]) -> list[tuple[Labels, float]]:
         return [(_name(node), value(node.load.tier)) for node in nodes]
 
     if not nodes:
         return
-    help = "KV that the second tier holds, in host memory and in its file."
+    help = "KV bytes offloaded to host memory and disk."
     yield gauge("node_kv_tier_bytes", help, values(lambda tier: tier.host_bytes + tier.disk_bytes))
-    yield counter("node_kv_tier_hits", "Blocks read back.", values(lambda tier: tier.num_hits))
-    help = "Full blocks of prompts that were computed instead."
+    yield counter("node_kv_tier_hits", "Offloaded blocks loaded.", values(lambda tier: tier.num_hits))
+    help = "Full blocks of prompts in neither the prefix cache nor the KV offload."
     yield counter("node_kv_tier_misses", help, values(lambda tier: tier.num_misses))
-    help = "Reads and writes of it that failed or came too late."
+    help = "Loads and stores of the KV offload that failed or were abandoned as too slow."
     lost = values(lambda tier: tier.num_damaged + tier.num_late + tier.num_unwritten)
     yield counter("node_kv_tier_failures", help, lost)
-    help = "Seconds that computing would have taken, less what reading took."
+    help = "Computing time saved by loads, less the time of the loads."
     yield gauge("node_kv_tier_saved_seconds", help, values(lambda tier: tier.saved_s))
 
 

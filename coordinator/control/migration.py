@@ -80,7 +80,7 @@ def roomiest(request: Request, nodes: Iterable[Node], ledger: Ledger) -> Node | 
 
     def has_room(node: Node) -> bool:
         has_slot = ledger.of(node).num_answers < node.usable.slots
-        return node.usable.takes_handovers and has_slot and free(node) >= num_needed
+        return node.usable.accepts_transfers and has_slot and free(node) >= num_needed
 
     able = [node for node in fitting(nodes, DECODE, max_tokens) if max_tokens <= node.pool_tokens and has_room(node)]
     return min(able, key=lambda node: (-free(node), node.name), default=None)
@@ -279,7 +279,7 @@ def num_left(node: Node, requests: Iterable[Request], releases: Releases) -> int
 
     All requests of other nodes whose distributed KV it holds count as one.
     """
-    is_host = node.load.num_blocks_hosted > 0
+    is_host = node.load.num_remote_kv_blocks > 0
     return sum(_has_part(node, request) for request in requests) + releases.count(node) + is_host
 
 

@@ -558,7 +558,7 @@ def has_path(nodes: Iterable[Node], *others: Shape, embeds: bool = False) -> boo
     shapes = [*(node.usable for node in nodes if node.is_ready), *others]
     if any(shape.reads and (shape.writes or embeds) for shape in shapes):
         return True
-    return any(shape.reads for shape in shapes) and any(shape.writes and shape.takes_handovers for shape in shapes)
+    return any(shape.reads for shape in shapes) and any(shape.writes and shape.accepts_transfers for shape in shapes)
 
 
 def why_no_path(nodes: Sequence[Node], *, embeds: bool = False) -> str:

@@ -60,14 +60,14 @@ MAX_MARKS: Final = 64  # per timeline: about twenty restarts or migrations
 class Phase(Enum):
     """The phase of a request; the values are the fields of the Timeline message, less their _s.
 
-    Where one node does both prefill and decode, there is neither CREDIT_WAIT nor TRANSFER: the wait for blocks is part
+    Where one node does both prefill and decode, there is neither KV_ALLOC nor KV_TRANSFER: the wait for blocks is part
     of PREFILL_QUEUE.
     """
 
     PREFILL_QUEUE = "prefill_queue"
     PREFILL = "prefill"
-    CREDIT_WAIT = "credit_wait"
-    TRANSFER = "transfer"
+    KV_ALLOC = "kv_alloc"
+    KV_TRANSFER = "kv_transfer"
     DECODE_QUEUE = "decode_queue"
     DECODE = "decode"
 
@@ -177,8 +177,8 @@ PHASES: Final = {
     State.QUEUED: Phase.PREFILL_QUEUE,
     State.WAITING_FOR_NODES: Phase.PREFILL_QUEUE,
     State.PREFILLING: Phase.PREFILL_QUEUE,  # how long the prefill took is known when it is over
-    State.WAITING_FOR_BLOCKS: Phase.CREDIT_WAIT,
-    State.TRANSFERRING: Phase.TRANSFER,
+    State.WAITING_FOR_BLOCKS: Phase.KV_ALLOC,
+    State.TRANSFERRING: Phase.KV_TRANSFER,
     State.DECODE_QUEUED: Phase.DECODE_QUEUE,
     State.DECODING: Phase.DECODE,
     **dict.fromkeys(IN_MIGRATION, Phase.DECODE),

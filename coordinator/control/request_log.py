@@ -172,21 +172,25 @@ def _figures(complete: inference_pb2.Complete) -> dict[str, Any]:
         "decode_node": timeline.decode_node,
         "restarts": timeline.num_restarts,
         "kv_bytes": complete.kv_bytes,
-        **(_migrations(complete) if timeline.num_moves else {}),
+        **(_migrations(complete) if timeline.num_migrations else {}),
         **({"resumed_tokens": complete.resumed_tokens} if complete.resumed_tokens else {}),
-        **(_candidates(complete) if complete.proposed_tokens else {}),
+        **(_draft_tokens(complete) if complete.proposed_tokens else {}),
         **{name: round(getattr(timeline, name), 6) for name in SECONDS},
     }
 
 
-def _candidates(complete: inference_pb2.Complete) -> dict[str, Any]:
+def _draft_tokens(complete: inference_pb2.Complete) -> dict[str, Any]:
     return {"proposed_tokens": complete.proposed_tokens, "accepted_tokens": complete.accepted_tokens}
 
 
 def _migrations(complete: inference_pb2.Complete) -> dict[str, Any]:
     timeline = complete.timeline
-    pause_s = round(timeline.move_pause_s, 6)
-    return {"migrations": timeline.num_moves, "move_pause_s": pause_s, "moved_kv_bytes": complete.moved_kv_bytes}
+    pause_s = round(timeline.migration_pause_s, 6)
+    return {
+        "migrations": timeline.num_migrations,
+        "migration_pause_s": pause_s,
+        "migrated_kv_bytes": complete.migrated_kv_bytes,
+    }
 
 
 def _write(level: int, event: str, record: CallRecord, fields: dict[str, Any]) -> None:
@@ -264,8 +268,8 @@ def history_of(request: Request, now: float, end: str = "", number: int = 0) -> 
         ttft_s=timeline.ttft_s,
         tpot_s=timeline.tpot_s(len(request.output)),
         num_restarts=request.num_restarts,
-        num_moves=request.num_migrations,
-        move_pause_s=request.migration_pause_s,
+        num_migrations=request.num_migrations,
+        migration_pause_s=request.migration_pause_s,
         kv_bytes=min(request.num_kv_bytes, MAX_BYTES),
         attainment=attainment(request),
     )

@@ -4,7 +4,7 @@
         accept                validated, tokenized and admitted
         wait for a node       while a sequence had no node
         attempt               one try at a sequence on a pair of nodes; another one follows where a node was lost
-            prefill queue, prefill, wait for credit, transfer, decode queue, decode
+            prefill queue, prefill, KV alloc, KV transfer, decode queue, decode
             move              migration of a running sequence to another node
 
 Attributes have the names of OpenTelemetry's conventions for generative AI where these define one.
@@ -25,9 +25,9 @@ Attribute = str | int | float | Sequence[str]
 
 PROVIDER: Final = "splitserve"
 MAX_NAME_CHARS: Final = 128  # of a model's name, which a client may have invented
-NAMES: Final = {phase: phase.value.replace("_", " ") for phase in Phase} | {Phase.CREDIT_WAIT: "wait for credit"}
-READS: Final = (Phase.PREFILL_QUEUE, Phase.PREFILL)
-TRAVELS: Final = (Phase.CREDIT_WAIT, Phase.TRANSFER)
+NAMES: Final = {phase: phase.value.replace("_", " ").replace("kv", "KV") for phase in Phase}
+PREFILL_PHASES: Final = (Phase.PREFILL_QUEUE, Phase.PREFILL)
+TRANSFER_PHASES: Final = (Phase.KV_ALLOC, Phase.KV_TRANSFER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def call_span(call: CallRecord, ended_s: float) -> SpanRecord:
     children = [SpanRecord("accept", call.arrived_s, begun_s, {})]
     for answer in sorted(call.answers, key=lambda each: each.index):
         children += _answer_spans(call, answer, begun_s)
-    attributes = {**_asked(call), **_answered(call)}
+    attributes = {**_request_attributes(call), **_response_attributes(call)}
     return SpanRecord(call_name(call), call.arrived_s, ended_s, attributes, _failure(call), tuple(children))
 
 
@@ -65,19 +65,21 @@ def call_name(call: CallRecord) -> str:
 
 # ---- one sequence ----
 
-Stay = tuple[Mark, float]
-"""A phase from its mark to its end, in seconds."""
+PhaseSpan = tuple[Mark, float]
+"""A phase: its mark, and the time of its end in seconds."""
 
 
 def _answer_spans(call: CallRecord, answer: AnswerRecord, begun_s: float) -> Iterator[SpanRecord]:
     """Yield the waits and attempts of a sequence, in order. The span "accept" covers the time before `begun_s`."""
-    stays = [
+    phases = [
         (mark._replace(at_s=max(mark.at_s, begun_s)), end_s)
         for mark, end_s in answer.timeline.spans(answer.ended_s)
         if end_s > begun_s
     ]
-    about = {"splitserve.answer": answer.index}
-    for (number, has_nodes), group in groupby(stays, key=lambda stay: (stay[0].attempt, bool(stay[0].prefill_node))):
+    about = {"splitserve.sequence": answer.index}
+    for (number, has_nodes), group in groupby(
+        phases, key=lambda phase: (phase[0].attempt, bool(phase[0].prefill_node))
+    ):
         found = list(group)
         if has_nodes:
             yield _attempt_span(call, answer, number, found)
@@ -85,32 +87,32 @@ def _answer_spans(call: CallRecord, answer: AnswerRecord, begun_s: float) -> Ite
             yield SpanRecord("wait for a node", found[0][0].at_s, found[-1][1], about)
 
 
-def _attempt_span(call: CallRecord, answer: AnswerRecord, number: int, stays: Sequence[Stay]) -> SpanRecord:
-    first, start_s, end_s = stays[0][0], stays[0][0].at_s, stays[-1][1]
+def _attempt_span(call: CallRecord, answer: AnswerRecord, number: int, phases: Sequence[PhaseSpan]) -> SpanRecord:
+    first, start_s, end_s = phases[0][0], phases[0][0].at_s, phases[-1][1]
     migrations = [
-        _move_span(migration)
+        _migration_span(migration)
         for migration in call.migrations
         if answer_index(migration.request_id)[1] == answer.index and start_s <= migration.started_s <= end_s
     ]
     attributes: dict[str, Attribute] = {
-        "splitserve.answer": answer.index,
+        "splitserve.sequence": answer.index,
         "splitserve.attempt": number,
         "splitserve.prefill_node": first.prefill_node,
         "splitserve.decode_node": first.decode_node,
     }
-    children = (*(_phase_span(*stay) for stay in stays), *migrations)
+    children = (*(_phase_span(*phase) for phase in phases), *migrations)
     return SpanRecord("attempt", start_s, end_s, attributes, answer.timeline.failures.get(number, ""), children)
 
 
 def _phase_span(mark: Mark, end_s: float) -> SpanRecord:
-    if mark.phase in TRAVELS:
+    if mark.phase in TRANSFER_PHASES:
         attributes = {"splitserve.from_node": mark.prefill_node, "splitserve.to_node": mark.decode_node}
     else:
-        attributes = {"splitserve.node": mark.prefill_node if mark.phase in READS else mark.decode_node}
+        attributes = {"splitserve.node": mark.prefill_node if mark.phase in PREFILL_PHASES else mark.decode_node}
     return SpanRecord(NAMES[mark.phase], mark.at_s, end_s, attributes)
 
 
-def _move_span(migration: MigrationEnded) -> SpanRecord:
+def _migration_span(migration: MigrationEnded) -> SpanRecord:
     attributes = {
         "splitserve.from_node": migration.source.name,
         "splitserve.to_node": migration.target.name,
@@ -124,26 +126,26 @@ def _move_span(migration: MigrationEnded) -> SpanRecord:
 # ---- the call ----
 
 
-def _asked(call: CallRecord) -> dict[str, Attribute]:
-    asked: dict[str, Attribute] = {
+def _request_attributes(call: CallRecord) -> dict[str, Attribute]:
+    attributes: dict[str, Attribute] = {
         "gen_ai.operation.name": call.operation,
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": call.model[:MAX_NAME_CHARS],
         "splitserve.request_id": call.request_id,
     }
     if call.sampling is not None:
-        asked |= {
+        attributes |= {
             "gen_ai.request.max_tokens": call.sampling.max_tokens,
             "gen_ai.request.temperature": call.sampling.temperature,
             "gen_ai.request.top_p": call.sampling.top_p,
             "gen_ai.request.top_k": call.sampling.top_k,
         }
     if call.num_answers != 1:
-        asked["gen_ai.request.choice.count"] = call.num_answers
-    return asked
+        attributes["gen_ai.request.choice.count"] = call.num_answers
+    return attributes
 
 
-def _answered(call: CallRecord) -> dict[str, Attribute]:
+def _response_attributes(call: CallRecord) -> dict[str, Attribute]:
     if not call.answers:
         return {}
     told: dict[str, Attribute] = {"gen_ai.usage.input_tokens": call.num_prompt_tokens}
@@ -158,7 +160,7 @@ def _answered(call: CallRecord) -> dict[str, Attribute]:
         told |= {
             "gen_ai.usage.cache_read.input_tokens": max(each.cached_tokens for each in completes),
             "splitserve.restarts": sum(each.timeline.num_restarts for each in completes),
-            "splitserve.moves": sum(each.timeline.num_moves for each in completes),
+            "splitserve.migrations": sum(each.timeline.num_migrations for each in completes),
             "splitserve.kv_bytes": sum(each.kv_bytes for each in completes),
         }
     return told

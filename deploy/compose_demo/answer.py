@@ -44,7 +44,7 @@ class Answer:
     def num_changes(self) -> int:
         """How often the answer went on elsewhere, once it has ended."""
         timeline = self._chunks[-1]["completion"]["timeline"]
-        return int(timeline["num_restarts"] + timeline["num_moves"])
+        return int(timeline["num_restarts"] + timeline["num_migrations"])
 
     def end(self, deadline_s: float) -> Self:
         """Returns when it has ended well. Raises Failed."""

@@ -87,8 +87,8 @@ class DistributedKV(StepSource):
 
     def fill(self, load: inference_pb2.NodeLoad) -> None:
         """Fill in the tiles of other nodes here, and the number of tiles that were placed on other nodes."""
-        load.num_blocks_hosted, load.num_annexes_recalled = self.hosting.num_blocks, self.hosting.num_recalled
-        load.num_annexes = self.num_opened
+        load.num_remote_kv_blocks, load.num_remote_kvs_revoked = self.hosting.num_blocks, self.hosting.num_recalled
+        load.num_remote_kvs = self.num_opened
 
     # ---- tiles of other nodes ----
 

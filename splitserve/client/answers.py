@@ -43,9 +43,9 @@ class TokenLogprob:
 class Timeline:
     """Phases of a request in seconds; the six phases add up to e2e_s.
 
-    num_restarts counts how often the request started again on other nodes, num_moves how often it migrated with its KV,
-    and move_pause_s the seconds that it was stopped for migrations. loan_s is the part of prefill_queue_s for remote
-    prefix fetch.
+    num_restarts counts how often the request started again on other nodes, num_migrations how often it migrated with
+    its KV, and migration_pause_s the seconds that it was stopped for migrations. prefix_fetch_s is the part of
+    prefill_queue_s for remote prefix fetch.
 
     For a request with an SLO, expected_ttft_s (from arrival; expected_prefill_s of it is the prefill itself) and
     expected_tpot_s are the predictions when the request was first placed, or 0 if unknown. ttft_margin_s is the planned
@@ -55,8 +55,8 @@ class Timeline:
 
     prefill_queue_s: float
     prefill_s: float
-    credit_wait_s: float
-    transfer_s: float
+    kv_alloc_s: float
+    kv_transfer_s: float
     decode_queue_s: float
     decode_s: float
     e2e_s: float
@@ -64,9 +64,9 @@ class Timeline:
     prefill_node: str
     decode_node: str
     num_restarts: int
-    num_moves: int
-    move_pause_s: float
-    loan_s: float = 0.0
+    num_migrations: int
+    migration_pause_s: float
+    prefix_fetch_s: float = 0.0
     expected_ttft_s: float = 0.0
     expected_prefill_s: float = 0.0
     ttft_margin_s: float = 0.0
@@ -98,8 +98,8 @@ class Completion:
     outputs was cut short (abort) while the others went on.
 
     cached_tokens are the prompt tokens that were not computed; with a restart or migration, those of the first prefill.
-    kv_bytes is the KV that was sent over all KV transfers, of which moved_kv_bytes for migrations; kv_bytes_saved is
-    the KV that the decode node already had. lent_kv_bytes is prompt KV that the prefill node got by remote prefix
+    kv_bytes is the KV that was sent over all KV transfers, of which migrated_kv_bytes for migrations; kv_bytes_saved is
+    the KV that the decode node already had. fetched_kv_bytes is prompt KV that the prefill node got by remote prefix
     fetch.
 
     attainment is None for a request without SLO and class. num_resumes counts the calls that continued the output after
@@ -115,13 +115,13 @@ class Completion:
     timeline: Timeline
     kv_bytes: int
     kv_bytes_saved: int
-    moved_kv_bytes: int
+    migrated_kv_bytes: int
     attainment: Attainment | None = None
     resumed_tokens: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
     num_resumes: int = 0
-    lent_kv_bytes: int = 0
+    fetched_kv_bytes: int = 0
     error: str = ""
 
 
@@ -255,11 +255,10 @@ class NodeLoad:
     unknown.
 
     step_tokens is a histogram of steps by their tokens, num_step_tokens the total. num_blocks_leaked, blocks in use by
-    no request, is always 0. num_blocks_hosted blocks are distributed KV of other nodes' requests; num_annexes counts
-    the parts of this node's requests on other nodes, num_annexes_recalled the parts of other nodes' requests that this
-    node took back for older requests. num_losses counts how often the coordinator lost the node in the last 10 minutes
-    without a stop, and longest_heartbeat_gap_s is the longest of the last 64 heartbeat gaps.
-    """
+    no request, is always 0. num_remote_kv_blocks blocks are distributed KV of other nodes' requests; num_remote_kvs
+    counts the parts of this node's requests on other nodes, num_remote_kvs_revoked the parts of other nodes' requests
+    that this node took back for older requests. num_losses counts how often the coordinator lost the node in the last
+    10 minutes without a stop, and longest_heartbeat_gap_s is the longest of the last 64 heartbeat gaps."""
 
     name: str
     role: str
@@ -286,9 +285,9 @@ class NodeLoad:
     step_tokens: tuple[int, ...]
     num_step_tokens: int
     num_blocks_leaked: int
-    num_blocks_hosted: int
-    num_annexes: int
-    num_annexes_recalled: int
+    num_remote_kv_blocks: int
+    num_remote_kvs: int
+    num_remote_kvs_revoked: int
     num_losses: int
     longest_heartbeat_gap_s: float
     ranks: tuple[RankLoad, ...]

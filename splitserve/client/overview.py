@@ -97,8 +97,8 @@ class AnswerLife:
     ttft_s: float
     tpot_s: float
     num_restarts: int
-    num_moves: int
-    move_pause_s: float
+    num_migrations: int
+    migration_pause_s: float
     kv_bytes: int
     attainment: Attainment | None
 

@@ -19,7 +19,8 @@ NUM_BARS: Final = 20  # seconds in the chart of the rate
 FULL, BUSY = 0.9, 0.7  # KV cache usage shown in red and yellow
 NO_NODE: Final = "no_node"
 _TITLES: Final = {field.removesuffix("_s"): name for name, field, _, _ in PHASES} | {
-    "credit_wait": "credit",
+    "kv_alloc": "alloc",
+    "kv_transfer": "transfer",
     NO_NODE: "no node",
 }
 

@@ -19,7 +19,7 @@ NUMBER = click.IntRange(min=1, max=2**32 - 1)
 @click.option("--prompt-tokens", type=NUMBER, help="Limit of prompt tokens in one step, for a node that prefills.")
 @click.option("--slots", type=NUMBER, help="Number of running slots, for a node that decodes.")
 @click.option(
-    "--takes-handovers/--no-takes-handovers",
+    "--accepts-transfers/--no-accepts-transfers",
     default=True,
     show_default=True,
     help="Whether a node that decodes accepts KV transfers from prefill nodes.",
@@ -30,7 +30,7 @@ def role(
     server: Server,
     prompt_tokens: int | None,
     slots: int | None,
-    takes_handovers: bool,
+    accepts_transfers: bool,
 ) -> None:
     """Make NODE a prefill node, a decode node or both, while it serves.
 
@@ -38,14 +38,14 @@ def role(
     be given. Returns when the node has confirmed the change.
     """
     to: str | Shape = role
-    if prompt_tokens is not None or slots is not None or not takes_handovers:
-        to = _shape(role, prompt_tokens, slots, takes_handovers=takes_handovers)
+    if prompt_tokens is not None or slots is not None or not accepts_transfers:
+        to = _shape(role, prompt_tokens, slots, accepts_transfers=accepts_transfers)
     with server.client(TIMEOUT_S) as client:
         load = client.set_role(node, to)
     stdout.print(f"{load.name} is {load.role} now: {shape_text(load.shape)}", markup=False, soft_wrap=True)
 
 
-def _shape(role: str, prompt_tokens: int | None, slots: int | None, *, takes_handovers: bool) -> Shape:
+def _shape(role: str, prompt_tokens: int | None, slots: int | None, *, accepts_transfers: bool) -> Shape:
     """Return the shape. Raises SettingsError when a number is missing or does not belong to the role."""
     for flag, value, roles in (
         ("--prompt-tokens", prompt_tokens, (PREFILL, BOTH)),
@@ -55,7 +55,7 @@ def _shape(role: str, prompt_tokens: int | None, slots: int | None, *, takes_han
             raise SettingsError(
                 f"{flag} must {'be given too' if value is None else 'not be given'} for the role {role}"
             )
-    return Shape(prompt_tokens or 0, slots or 0, takes_handovers and role != PREFILL)
+    return Shape(prompt_tokens or 0, slots or 0, accepts_transfers and role != PREFILL)
 
 
 # ---- `splitserve drain` ----

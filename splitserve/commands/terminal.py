@@ -34,8 +34,8 @@ SLOW_HEARTBEAT_S: Final = 2.0
 PHASES: Final = (
     ("prefill queue", "prefill_queue_s", "·", "magenta"),
     ("prefill", "prefill_s", "█", "blue"),
-    ("wait for credit", "credit_wait_s", "-", "red"),
-    ("transfer", "transfer_s", "▓", "yellow"),
+    ("KV alloc", "kv_alloc_s", "-", "red"),
+    ("KV transfer", "kv_transfer_s", "▓", "yellow"),
     ("decode queue", "decode_queue_s", "·", "magenta"),
     ("decode", "decode_s", "▒", "green"),
 )
@@ -233,7 +233,7 @@ def shape_text(shape: Shape) -> str:
     """Return a node's limits: prompt tokens a step, and running slots."""
     parts = [f"{shape.prompt_tokens} tokens"] if shape.reads else []
     if shape.writes:
-        parts.append(f"{shape.slots} slots" + ("" if shape.takes_handovers else ", no hand-overs"))
+        parts.append(f"{shape.slots} slots" + ("" if shape.accepts_transfers else ", no hand-overs"))
     return " + ".join(parts)
 
 
@@ -265,10 +265,10 @@ def _savings(completion: Completion) -> list[str]:
         parts.append(f"{size_of(completion.kv_bytes)} of KV sent{saved}")
     if completion.proposed_tokens:
         parts.append(f"{completion.accepted_tokens} of {completion.proposed_tokens} draft tokens came")
-    if timeline.num_moves:
-        times = "once" if timeline.num_moves == 1 else f"{timeline.num_moves} times"
-        pause = f"paused for {timeline.move_pause_s * 1e3:.1f} ms"
-        parts.append(f"moved {times} ({size_of(completion.moved_kv_bytes)} of it, {pause})")
+    if timeline.num_migrations:
+        times = "once" if timeline.num_migrations == 1 else f"{timeline.num_migrations} times"
+        pause = f"paused for {timeline.migration_pause_s * 1e3:.1f} ms"
+        parts.append(f"moved {times} ({size_of(completion.migrated_kv_bytes)} of it, {pause})")
     return [f"  {' · '.join(parts)}"] if parts else []
 
 

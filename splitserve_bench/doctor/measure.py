@@ -345,7 +345,7 @@ def profile_of(
     overhead_s = _median(outcomes, lambda each: (tpot_s(each) or 0.0) / steps.answers_spread.mean - answer_s)
     chunk_s = steps.prompts.at(num_prompt_tokens, 0) * steps.prompts_alone_factor + overhead_s
     prompt_overhead_s = _median(outcomes, lambda each: _phase(each, "prefill_s") / steps.prompts_spread.mean - chunk_s)
-    latency_s = _median(outcomes, lambda each: _phase(each, "transfer_s"))
+    latency_s = _median(outcomes, lambda each: _phase(each, "kv_transfer_s"))
     return Profile(
         model=model,
         cores=cores,

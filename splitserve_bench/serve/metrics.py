@@ -28,7 +28,7 @@ from splitserve_bench.serve.records import Outcome, PlannedRequest, is_complete
 GOODPUT_NAMES: Final = ("ttft", "tpot", "e2el")
 # By the field names of answers.Timeline: the first token comes at the end of the prefill.
 FIRST_TOKEN_PHASES: Final = ("prefill_queue_s", "prefill_s")
-LATER_PHASES: Final = ("credit_wait_s", "transfer_s", "decode_queue_s", "decode_s")
+LATER_PHASES: Final = ("kv_alloc_s", "kv_transfer_s", "decode_queue_s", "decode_s")
 PHASE_FIELDS: Final = FIRST_TOKEN_PHASES + LATER_PHASES
 MAX_ERRORS: Final = 5  # that are told
 CONFIDENCE: Final = 0.95

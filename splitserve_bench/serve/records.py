@@ -10,6 +10,7 @@ from typing import Any, Final
 from serving_core import reasons
 from serving_core.errors import SplitServeError
 from serving_core.net.tls import TlsFiles
+from serving_core.renamed import rename_keys
 from splitserve.client.answers import Timeline
 
 SPLITSERVE, OPENAI = "splitserve", "openai"
@@ -225,6 +226,7 @@ def last_sendings(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 def times_of(told: Mapping[str, Any]) -> dict[str, float]:
     """Return what is told in seconds, in a timeline or by a refusal, by the names of KEPT; is_late is 1 or 0."""
+    told = rename_keys(told)
     return {name: float(told[name]) for name in KEPT if name in told}
 
 
@@ -249,5 +251,7 @@ def unpack_request(line: bytes) -> PlannedRequest:
 
 
 def to_outcome(values: Mapping[str, Any]) -> Outcome:
-    """Return the outcome that has these fields, as JSON has them."""
-    return Outcome(**{**values, **{name: tuple(values[name]) for name in ("arrivals_s", "arrival_tokens")}})
+    """Return the outcome with the fields of a JSON object."""
+    timeline, arrivals = values.get("timeline"), ("arrivals_s", "arrival_tokens")
+    renamed = {"timeline": rename_keys(timeline)} if timeline else {}
+    return Outcome(**{**values, **renamed, **{name: tuple(values[name]) for name in arrivals}})

@@ -40,7 +40,7 @@ def commands() -> Iterator[bytes]:
     for command in (
         {"prefill": fleet_pb2.Prefill(job=job)},
         {"reserve": fleet_pb2.Reserve(job=job, local_prefill=True)},
-        {"reshape": fleet_pb2.Reshape(shape=shape_to_wire(Shape(5, 2, takes_handovers=True)))},
+        {"reshape": fleet_pb2.Reshape(shape=shape_to_wire(Shape(5, 2, accepts_transfers=True)))},
         {"deliver": fleet_pb2.Deliver(descriptor=descriptor)},
         {"send_prefix": fleet_pb2.SendPrefix(descriptor=descriptor, token_ids=[1, 2])},
     ):

@@ -419,8 +419,8 @@ async def test_timeline_adds_up(cluster, max_tokens):
     for answer in answers:
         timeline = answer.complete.timeline
         phases = [
-            timeline.prefill_queue_s, timeline.prefill_s, timeline.credit_wait_s,
-            timeline.transfer_s, timeline.decode_queue_s, timeline.decode_s,
+            timeline.prefill_queue_s, timeline.prefill_s, timeline.kv_alloc_s,
+            timeline.kv_transfer_s, timeline.decode_queue_s, timeline.decode_s,
         ]  # fmt: skip
         assert min(phases) >= 0
         assert sum(phases) == pytest.approx(timeline.e2e_s, rel=0.01)

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from splitserve_bench.compare.command import compare_command
 from tests.tiny_models import write_fake_model
 
-HANDOVER = ("credit_wait_s", "transfer_s", "decode_queue_s")
+HANDOVER = ("kv_alloc_s", "kv_transfer_s", "decode_queue_s")
 NUM_PROMPTS, OUTPUT_TOKENS = 6, 5
 CONTENDERS = {
     "colocated 1x2": "colocated",
@@ -73,7 +73,7 @@ def test_each_contender_answers_the_same_requests(model, peer_url, tmp_path):
     assert handed_over_s["split 1P+1D"] > 0
     assert handed_over_s["peer own"] > 0
     colocated = [each for probe in probes if "colocated" in probe["contender"] for each in probe["requests"]]
-    assert not any(each["timeline"]["transfer_s"] for each in colocated)
+    assert not any(each["timeline"]["kv_transfer_s"] for each in colocated)
     autos = [each["timeline"] for probe in probes if probe["contender"] == "auto 2x1" for each in probe["requests"]]
     assert all(each["ttft_margin_s"] > 0 for each in autos), "each was planned for, with its limits"
     kept = [(each["loser"], each["keeper"], each["num_total"], each["num_lost"]) for each in compared["causes"]]

@@ -12,7 +12,7 @@ from tests.system.cluster import wait_until
 from tests.tiny_models import write_fake_model
 
 DEADLINE_S = 240.0
-PHASES = ("prefill_queue_s", "prefill_s", "credit_wait_s", "transfer_s", "decode_queue_s", "decode_s")
+PHASES = ("prefill_queue_s", "prefill_s", "kv_alloc_s", "kv_transfer_s", "decode_queue_s", "decode_s")
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ async def test_greedy_answers_of_one_node_equal_transformers_generate(family, tp
         assert answer.token_ids == reference.greedy(**question), f"prompt of {len(question['prompt'])} tokens"
         timeline = answer.complete.timeline
         assert (timeline.prefill_node, timeline.decode_node, timeline.num_restarts) == ("both-0", "both-0", 0)
-        assert timeline.credit_wait_s == timeline.transfer_s == answer.complete.kv_bytes == 0
+        assert timeline.kv_alloc_s == timeline.kv_transfer_s == answer.complete.kv_bytes == 0
         assert timeline.prefill_s > 0
     cluster.wait_all_free()
     cluster.stop()

@@ -100,7 +100,7 @@ def test_a_node_tells_of_its_own_steps_and_transfers(cluster):
     assert total(decode, computed, phase="decode") == 3 * 7  # the first of 8 is the other node's
     assert total(prefill, computed, phase="decode") == total(decode, computed, phase="prefill") == 0
     assert total(decode, "splitserve_step_seconds_count", phase="decode") == 3 * 7
-    assert total(decode, "splitserve_step_tokens_sum") == total(decode, "splitserve_step_answers_sum") == 3 * 7
+    assert total(decode, "splitserve_step_tokens_sum") == total(decode, "splitserve_step_sequences_sum") == 3 * 7
     num_bytes = total(coordinator, "splitserve_kv_transferred_bytes_total")
     assert total(prefill, "splitserve_transfer_bytes_total", direction="out") == num_bytes > 0
     assert total(decode, "splitserve_transfer_bytes_total", direction="in") == num_bytes

@@ -45,10 +45,10 @@ async def test_a_chat_of_three_turns(start_cluster, model, name):
             if name != "8 bits":
                 assert answer.token_ids == reference.greedy(chat, 30, eos_token_id=-1)
             assert answer.complete.cached_tokens == num_known // BLOCK_SIZE * BLOCK_SIZE
-            lent.append(answer.complete.lent_kv_bytes)
+            lent.append(answer.complete.fetched_kv_bytes)
             num_known = len(chat) + 29  # no step has computed the KV of an answer's last token
             chat = [*chat, *answer.token_ids, *_prompt(10 + turn, 20)]
-            assert (answer.complete.timeline.loan_s > 0) == (turn > 0)
+            assert (answer.complete.timeline.prefix_fetch_s > 0) == (turn > 0)
         again = await ask(stub, chat[: -20 - 30], max_tokens=30, **GREEDY)
         assert again.token_ids == answer.token_ids  # with all of it in the pool
     # 60, 110 and 160 tokens were asked for; of the second, 56 were read there before, and so 4 blocks were lent.
@@ -72,7 +72,7 @@ async def test_what_the_writers_pool_gave_up_is_lent_too(start_cluster, model):
         again = await ask(stub, chat, max_tokens=20, **GREEDY)
     assert again.token_ids == reference.greedy(chat, 20, eos_token_id=-1)
     assert again.complete.cached_tokens == 88  # 89 tokens of the first turn have KV
-    assert again.complete.lent_kv_bytes > 0
+    assert again.complete.fetched_kv_bytes > 0
     wait_until(lambda: cluster.loads()["decode-0"].tier.num_hits > 0, "blocks were read back", CALL_DEADLINE_S)
     cluster.stop()
 
@@ -84,7 +84,7 @@ async def test_never_means_never(start_cluster, model):
     async with cluster.connect() as stub:
         answer = await ask(stub, chat, max_tokens=30, **GREEDY)
         again = await ask(stub, [*chat, *answer.token_ids, 1, 2], max_tokens=2, **GREEDY)
-    assert (again.complete.cached_tokens, again.complete.lent_kv_bytes) == (56, 0)
+    assert (again.complete.cached_tokens, again.complete.fetched_kv_bytes) == (56, 0)
     cluster.stop()
 
 
@@ -104,6 +104,6 @@ async def test_a_lender_that_dies_or_stands_still(start_cluster, model, struck):
         again = await ask(stub, chat, max_tokens=20, **GREEDY)
     assert again.token_ids == reference.greedy(chat, 20, eos_token_id=-1)
     if "kill" in struck:
-        assert again.complete.lent_kv_bytes == 0
+        assert again.complete.fetched_kv_bytes == 0
         assert not source.is_running
     cluster.stop()

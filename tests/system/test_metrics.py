@@ -70,7 +70,7 @@ def test_totals_are_what_clients_saw(cluster):
     assert found["splitserve_time_to_first_token_seconds_count"] == len(seen) + 1
     assert found["splitserve_e2e_request_latency_seconds_count"] == len(seen)
     assert 0 < found["splitserve_e2e_request_latency_seconds_sum"] <= sum(seconds)
-    phases = ("prefill_queue", "prefill", "credit_wait", "transfer", "decode_queue", "decode")
+    phases = ("prefill_queue", "prefill", "kv_alloc", "kv_transfer", "decode_queue", "decode")
     total_s = sum(found[f"splitserve_request_{phase}_seconds_sum"] for phase in phases)
     assert total_s == pytest.approx(found["splitserve_e2e_request_latency_seconds_sum"])
     assert found["splitserve_requests_finished_total length"] == len(seen)

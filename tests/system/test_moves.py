@@ -106,7 +106,7 @@ async def test_all_roles_change_under_load(start_cluster, tmp_path, capsys):
         "answers": len(load.asked),
         "live at a flip, at least": min(num_live),
         "gave way": sum(each.num_preemptions for each in cluster.loads().values()),
-        "migrated": sum(each.num_moves for each in timelines),
+        "migrated": sum(each.num_migrations for each in timelines),
         "from one node to another": {" -> ".join(pair): count for pair, count in sorted(pairs.items())},
     }
     with capsys.disabled():
@@ -119,11 +119,11 @@ async def test_all_roles_change_under_load(start_cluster, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_cache_dtype", "num_moves", "max_tokens"),
+    ("dtype", "kv_cache_dtype", "num_migrations", "max_tokens"),
     [("bfloat16", "auto", 4, 4200), ("bfloat16", "int8", 3, 3400), ("float32", "auto", 3, 3400)],
 )
 async def test_an_answer_that_moves_keeps_its_bits(
-    dtype, kv_cache_dtype, num_moves, max_tokens, start_cluster, tmp_path
+    dtype, kv_cache_dtype, num_migrations, max_tokens, start_cluster, tmp_path
 ):
     """From one of two nodes to the other and back, whenever its node is told to write no more."""
     model = write_tiny_model(tmp_path / "model", dtype=dtype, max_position_embeddings=16384)
@@ -150,7 +150,7 @@ async def test_an_answer_that_moves_keeps_its_bits(
         migrating = stream(stub, salted("migrations"), timeout=DEADLINE_S)
         await migrating.tokens(20)
         names = cluster.names
-        for number in range(num_moves):
+        for number in range(num_migrations):
             (at,) = await _until(lambda: _writers(cluster))
             other = names[1 - names.index(at)]
             await client.set_role(other, "both")
@@ -161,9 +161,9 @@ async def test_an_answer_that_moves_keeps_its_bits(
             assert not migrating.has_ended, f"the answer ended before move {number + 1}"
         migrated = await migrating.complete(DEADLINE_S)
 
-    assert migrated.complete.timeline.num_moves >= num_moves
+    assert migrated.complete.timeline.num_migrations >= num_migrations
     assert migrated.complete.timeline.num_restarts == 0
-    assert migrated.complete.moved_kv_bytes > 0
+    assert migrated.complete.migrated_kv_bytes > 0
     assert migrated.token_ids == stayed.token_ids
     assert [each.logprob for each in migrated.logprobs] == [each.logprob for each in stayed.logprobs]
     cluster.wait_all_free()
@@ -190,8 +190,8 @@ async def test_a_node_with_long_answers_drains_under_load(start_cluster, tmp_pat
     for question, answer in zip(questions, answers, strict=True):
         assert answer.token_ids == fake_answer(question["prompt"], 2000)
         assert answer.complete.timeline.num_restarts == 0
-    migrated = [answer.complete for answer in answers if answer.complete.timeline.num_moves]
-    pauses_ms = sorted(round(1000 * each.timeline.move_pause_s, 1) for each in migrated)
+    migrated = [answer.complete for answer in answers if answer.complete.timeline.num_migrations]
+    pauses_ms = sorted(round(1000 * each.timeline.migration_pause_s, 1) for each in migrated)
     with capsys.disabled():
         sys.stdout.write(f"\n{len(migrated)} answers moved away in {drained_s:.2f} s, pauses {pauses_ms} ms\n")
     assert migrated

@@ -58,11 +58,11 @@ async def test_what_agents_begin_with_moves_once(start_cluster, tmp_path, capsys
         migrated = await _answers(streams)
     first = stayed[0].complete
     block_bytes = (first.kv_bytes + first.kv_bytes_saved) // 126  # of 2005 tokens
-    num_bytes = sum(each.complete.moved_kv_bytes for each in migrated)
-    pauses_ms = sorted(round(1000 * each.complete.timeline.move_pause_s, 1) for each in migrated)
+    num_bytes = sum(each.complete.migrated_kv_bytes for each in migrated)
+    pauses_ms = sorted(round(1000 * each.complete.timeline.migration_pause_s, 1) for each in migrated)
     with capsys.disabled():
         sys.stdout.write(f"\n{num_bytes} bytes moved, {num_held} blocks held of {num_blocks}, pauses {pauses_ms} ms\n")
-    assert all(each.complete.timeline.num_moves for each in migrated)
+    assert all(each.complete.timeline.num_migrations for each in migrated)
     assert num_held < num_blocks / 2
     assert num_bytes < block_bytes * num_blocks / 2
     for disturbed, expected in zip(migrated, stayed, strict=True):

@@ -161,7 +161,9 @@ async def swap(fleet, children):
     all_migrating = {}
     for name, first, second in (("a", x, y), ("b", y, x)):
         request = make_request(name, range(len(all_migrating), 41), max_tokens=MOST_TOKENS)
-        all_migrating[name] = MigratingRequest(first, second, request, num_moves=NUM_MIGRATIONS, num_ahead=MOST_TOKENS)
+        all_migrating[name] = MigratingRequest(
+            first, second, request, num_migrations=NUM_MIGRATIONS, num_ahead=MOST_TOKENS
+        )
     for node in nodes:
         node.on_event = by_name(node, all_migrating, {})
     x.local(all_migrating["a"].request)

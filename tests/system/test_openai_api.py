@@ -181,7 +181,7 @@ def test_token_ids_and_timeline_on_request(client):
     assert choice.prompt_token_ids == PROMPT
     assert len(choice.token_ids) == 5
     assert choice.timeline["prefill_node"] == "prefill-0"
-    phases = ("prefill_queue", "prefill", "credit_wait", "transfer", "decode_queue", "decode")
+    phases = ("prefill_queue", "prefill", "kv_alloc", "kv_transfer", "decode_queue", "decode")
     assert sum(choice.timeline[f"{name}_s"] for name in phases) == pytest.approx(choice.timeline["e2e_s"])
     events = list(_chat(client, max_tokens=5, temperature=0, stream=True, extra_body=extra))
     assert events[0].prompt_token_ids

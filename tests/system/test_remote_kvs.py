@@ -61,7 +61,7 @@ async def test_an_answer_three_times_as_long_as_any_pool(cluster, model):
     num_tokens = 3 * POOL_TOKENS - len(prompt)
     async with cluster.connect() as stub:
         answer = await ask(stub, prompt, max_tokens=num_tokens, **GREEDY)
-    assert sum(load.num_annexes for load in cluster.loads().values()) >= 3
+    assert sum(load.num_remote_kvs for load in cluster.loads().values()) >= 3
     assert len(answer.token_ids) == num_tokens
     check_greedy(model, prompt, answer.token_ids)
 
@@ -129,8 +129,8 @@ async def test_a_host_that_dies_or_stands_still(start_cluster, model, strike):
     async with cluster.connect() as stub:
         asking = stream(stub, request(prompt, max_tokens=900, **GREEDY))
         await asking.tokens(200)
-        host = max(cluster.loads().values(), key=lambda load: load.num_blocks_hosted)
-        assert host.num_blocks_hosted > 0
+        host = max(cluster.loads().values(), key=lambda load: load.num_remote_kv_blocks)
+        assert host.num_remote_kv_blocks > 0
         cluster.expect_end(host.name).send(strike)
         answer = await asking.complete()
     check_greedy(model, prompt, answer.token_ids)

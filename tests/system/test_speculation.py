@@ -70,7 +70,7 @@ async def test_answers_that_move(start_cluster, tmp_path):
         assert answer.token_ids == [token.token_id for token in tokens]
         told = [[(each.token_id, each.logprob) for each in logprobs.top] for logprobs in answer.logprobs]
         assert told == [[(token_id, logprob) for token_id, logprob in token.top_logprobs] for token in tokens]
-    assert sum(answer.complete.timeline.num_moves for answer in answers) >= 2
+    assert sum(answer.complete.timeline.num_migrations for answer in answers) >= 2
     assert not any(answer.complete.timeline.num_restarts for answer in answers)
     assert any(answer.complete.accepted_tokens for answer in answers)
     cluster.wait_all_free()
@@ -129,7 +129,7 @@ async def test_a_draft_model_writes_ahead_of_answers_that_move_and_begin_again(s
         answers = [await answering.complete() for answering in (*streams, *again)]
     for answer, tokens in zip(answers, [*expected, *expected], strict=True):
         assert answer.token_ids == [token.token_id for token in tokens]
-    assert any(answer.complete.timeline.num_moves for answer in answers)
+    assert any(answer.complete.timeline.num_migrations for answer in answers)
     assert any(answer.complete.timeline.num_restarts for answer in answers)
     assert sum(answer.complete.accepted_tokens for answer in answers) > 0
     assert all(answer.complete.accepted_tokens <= answer.complete.proposed_tokens for answer in answers)

@@ -68,7 +68,7 @@ async def test_answers_that_move(start_cluster, model):
                 await asyncio.sleep(0.02)
             from_node, to_node = to_node, from_node
         answers = [await answering.complete() for answering in streams]
-    assert sum(answer.complete.timeline.num_moves for answer in answers) >= len(answers)
+    assert sum(answer.complete.timeline.num_migrations for answer in answers) >= len(answers)
     assert not any(answer.complete.timeline.num_restarts for answer in answers)
     _check(schemas, answers, in_peace)
     cluster.wait_all_free()

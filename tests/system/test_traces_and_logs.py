@@ -23,8 +23,8 @@ DEADLINE_S = 240.0
 GREEDY = {"temperature": 0, "ignore_eos": True}
 SECRET = "swordfish and mustard"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-PHASES = ["prefill queue", "prefill", "wait for credit", "transfer", "decode queue", "decode"]
-MAY_TAKE_NO_TIME = {"transfer", "decode queue"}  # where events come together
+PHASES = ["prefill queue", "prefill", "KV alloc", "KV transfer", "decode queue", "decode"]
+MAY_TAKE_NO_TIME = {"KV transfer", "decode queue"}  # where events come together
 KEYS = {"ts", "level", "role", "node", "event"}
 ENDS = {
     "plain": "request finished",
@@ -132,7 +132,7 @@ async def test_every_phase_of_a_request_is_in_its_trace(cluster, receiver):
     where = dict(zip(PHASES, [reader, reader, None, None, writer, writer], strict=True))
     for phase in attempt.children:
         assert phase.attributes.get("splitserve.node") == where[phase.name]
-    [waits] = attempt.below("wait for credit")
+    [waits] = attempt.below("KV alloc")
     assert waits.attributes == {"splitserve.from_node": reader, "splitserve.to_node": writer}
     assert root.attributes["gen_ai.request.model"] == "fake"
     assert (root.attributes["gen_ai.usage.input_tokens"], root.attributes["gen_ai.usage.output_tokens"]) == (40, 5)
@@ -161,7 +161,7 @@ async def test_a_drain_is_a_move_within_the_attempt(cluster, receiver):
     )
     assert migration.attributes["splitserve.outcome"] == "migrated"
     assert [each.attributes["splitserve.node"] for each in attempt.below("decode")] == [source, target]
-    assert root.attributes["splitserve.moves"] == 1
+    assert root.attributes["splitserve.migrations"] == 1
 
 
 async def test_a_node_that_dies_is_an_attempt_that_failed(cluster, receiver):

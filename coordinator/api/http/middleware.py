@@ -184,9 +184,9 @@ class HttpCounts:
             ({"handler": handler, "method": method, "status": status}, count)
             for (handler, method, status), count in self._ended.items()
         ]
-        yield counter("http_requests", "HTTP calls but those of probes, by endpoint.", ended)
+        yield counter("http_requests", "HTTP calls by endpoint, probes left out.", ended)
         seconds = [({"handler": handler, "method": method}, each) for (handler, method), each in self._seconds.items()]
-        yield histogram("http_request_duration_seconds", "Of a whole HTTP call, with all of its answer.", seconds)
+        yield histogram("http_request_duration_seconds", "Time of a whole HTTP call, its response included.", seconds)
 
 
 class Counting:

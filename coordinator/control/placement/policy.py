@@ -150,7 +150,7 @@ def _two(
 
     Several of each are tried: the best prefill node may be the only decode node, or have prompts that would be late.
     """
-    takers = [node for node in decode_nodes if node.usable.takes_handovers]
+    takers = [node for node in decode_nodes if node.usable.accepts_transfers]
     if not takers:
         return
     credit_s = min(costs.decode(node).credit_s for node in takers)
@@ -329,7 +329,7 @@ class ByScore:
             able = [
                 node
                 for node in decode_nodes
-                if node is prefill_node or (node in others and node.usable.takes_handovers)
+                if node is prefill_node or (node in others and node.usable.accepts_transfers)
             ]
             if self._keeps and prefill_node in able:
                 return Placed(prefill_node, prefill_node)

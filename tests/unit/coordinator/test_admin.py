@@ -30,7 +30,7 @@ def test_a_role_is_set_when_the_node_has_confirmed_it(tmp_path):
     async def scenario():
         async with cluster(tmp_path, nodes=("p0", "d0")) as c:
             call = set_role(c, "d0", role="both")
-            shape = events.shape(512, 64, takes_handovers=True)
+            shape = events.shape(512, 64, accepts_transfers=True)
             assert (await c.nodes["d0"].command("reshape")).shape == shape
             await c.nodes["d0"].send(events.heartbeat())  # that was under way
             await c.until_loads(lambda loads: loads.nodes[0].role == "decode")
@@ -52,8 +52,8 @@ def test_readiness_follows_the_shapes(tmp_path):
             following = await health_changes(c)
             await following("NOT_SERVING")
             for shape, status in (
-                (events.shape(512, 64, takes_handovers=True), "SERVING"),
-                (events.shape(0, 64, takes_handovers=True), "NOT_SERVING"),
+                (events.shape(512, 64, accepts_transfers=True), "SERVING"),
+                (events.shape(0, 64, accepts_transfers=True), "NOT_SERVING"),
             ):
                 await c.nodes["d0"].send(events.heartbeat(shape=shape))
                 await following(status)
@@ -61,7 +61,7 @@ def test_readiness_follows_the_shapes(tmp_path):
     run(scenario())
 
 
-SHAPES = {"over": events.shape(513, 0, takes_handovers=False), "none": events.shape(0, 0, takes_handovers=False)}
+SHAPES = {"over": events.shape(513, 0, accepts_transfers=False), "none": events.shape(0, 0, accepts_transfers=False)}
 
 
 IMPOSSIBLE_ROLES = [
@@ -150,7 +150,7 @@ def test_changes_that_are_asked_for_at_once_are_made_one_after_the_other(tmp_pat
     async def scenario():
         async with cluster(tmp_path, nodes=("b0", "b1")) as c:
             calls = [set_role(c, name, role="decode") for name in ("b0", "b1")]
-            shape = events.shape(0, 64, takes_handovers=True)
+            shape = events.shape(0, 64, accepts_transfers=True)
             refused = [asyncio.ensure_future(refusal_of(call)) for call in calls]
             reshaped = [asyncio.ensure_future(c.nodes[name].command("reshape")) for name in ("b0", "b1")]
             done, pending = await asyncio.wait(reshaped, return_when=asyncio.FIRST_COMPLETED)
@@ -246,8 +246,8 @@ def test_a_node_that_is_lost_drains_no_more(tmp_path, is_back):
     async def scenario():
         async with cluster(tmp_path) as c:
             await c.attach("d1")
-            await c.nodes["d0"].send(events.heartbeat(num_blocks_hosted=3))
-            await c.until_loads(lambda loads: any(node.num_blocks_hosted == 3 for node in loads.nodes))
+            await c.nodes["d0"].send(events.heartbeat(num_remote_kv_blocks=3))
+            await c.until_loads(lambda loads: any(node.num_remote_kv_blocks == 3 for node in loads.nodes))
             draining = drain(c, "d0")
             assert await next_left(draining) == 1
             await c.nodes["d0"].close()
@@ -281,9 +281,9 @@ def test_a_drain_moves_the_answers_and_tells_what_is_left(tmp_path, caplog):
                 "decode node d0 is draining",
                 "decode node d0 is drained",
             ]
-            assert (complete.kv_bytes, complete.moved_kv_bytes, complete.kv_bytes_saved) == (160, 60, 5)
+            assert (complete.kv_bytes, complete.migrated_kv_bytes, complete.kv_bytes_saved) == (160, 60, 5)
             timeline = complete.timeline
-            assert (timeline.num_moves, timeline.num_restarts, timeline.decode_node) == (1, 0, "d1")
+            assert (timeline.num_migrations, timeline.num_restarts, timeline.decode_node) == (1, 0, "d1")
             assert await states(c) == {"p0": "ready", "d0": "drained", "d1": "ready"}
             another = c.generate("hi")
             await c.nodes["d1"].command("reserve")  # nothing new comes to d0
@@ -426,5 +426,5 @@ def test_a_move_has_a_line_and_its_answer_tells_of_it(tmp_path, caplog):
     assert migrated.fields.pop("seconds") > 0
     assert migrated.fields == {"index": 0, "outcome": "migrated", "from_node": "d0", "to_node": "d1", "kv_bytes": 60}
     assert finished.getMessage() == "request finished"
-    assert (finished.fields["migrations"], finished.fields["moved_kv_bytes"]) == (1, 60)
-    assert finished.fields["move_pause_s"] >= 0
+    assert (finished.fields["migrations"], finished.fields["migrated_kv_bytes"]) == (1, 60)
+    assert finished.fields["migration_pause_s"] >= 0

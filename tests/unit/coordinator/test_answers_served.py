@@ -296,7 +296,7 @@ def test_a_node_that_does_both_is_ready_alone_and_answers(tmp_path):
             assert (text, complete.finish_reason) == ("abc", events.LENGTH)
             timeline = complete.timeline
             assert (timeline.prefill_node, timeline.decode_node) == ("b0", "b0")
-            assert timeline.credit_wait_s == timeline.transfer_s == 0.0
+            assert timeline.kv_alloc_s == timeline.kv_transfer_s == 0.0
             await c.until_nothing_is_live()
 
     run(scenario())

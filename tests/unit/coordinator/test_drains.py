@@ -255,7 +255,7 @@ def test_a_prompt_that_gets_no_room_is_answered_where_it_was_read(waiting):
     said = waiting.tell("p0", events.step_tokens(token, step_s=0.5), 13.0)
     assert said == ["emit 1:101", "end complete"]
     timeline = waiting.outcome.timeline
-    assert (timeline.credit_wait_s, timeline.decode_queue_s, timeline.decode_s) == (2.0, 0.5, 0.5)
+    assert (timeline.kv_alloc_s, timeline.decode_queue_s, timeline.decode_s) == (2.0, 0.5, 0.5)
     assert (timeline.prefill_node, timeline.decode_node, timeline.num_restarts) == ("p0", "p0", 0)
     assert (waiting.scheduler.num_open, waiting.metrics.num_kept) == (0, 1)
 

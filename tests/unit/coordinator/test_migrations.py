@@ -48,9 +48,9 @@ def test_an_answer_moves_and_tells_what_it_has_cost(world):
     assert world.tell("d0", events.cancelled(world.source), 5.0) == []
     world.end(4)
     complete = world.outcome
-    assert (complete.kv_bytes, complete.moved_kv_bytes, complete.kv_bytes_saved) == (170, 70, 30)
+    assert (complete.kv_bytes, complete.migrated_kv_bytes, complete.kv_bytes_saved) == (170, 70, 30)
     timeline = complete.timeline
-    assert (timeline.num_moves, timeline.move_pause_s, timeline.num_restarts) == (1, 1.5, 0)
+    assert (timeline.num_migrations, timeline.migration_pause_s, timeline.num_restarts) == (1, 1.5, 0)
     assert (timeline.prefill_node, timeline.decode_node) == ("p0", "d1")
     assert world.metrics.num_kv_bytes == 170
     assert (sum(world.metrics.migration_pause.counts), world.metrics.migration_pause.sum) == (1, 1.5)
@@ -64,7 +64,7 @@ def test_tokens_of_the_target_wait_for_the_last_ones_of_the_source(world):
     assert world.step(world.source, 3, now=7.0) == ["emit 3:103 4:104"]
     assert world.tell("d0", events.cancelled(world.source), 7.0) == []
     world.end(5)
-    assert world.outcome.timeline.move_pause_s == 0.0  # it was there before it was needed
+    assert world.outcome.timeline.migration_pause_s == 0.0  # it was there before it was needed
 
 
 def test_tokens_of_the_source_count_below_the_first_one_of_the_target_alone(world):
@@ -158,7 +158,7 @@ def test_a_target_that_fails_on_the_way_gives_the_answer_back(world, reason):
     assert world.attempt == world.source
     assert world.commit() == []
     world.end(2, node="d0")
-    assert (world.outcome.timeline.num_moves, world.outcome.timeline.num_restarts) == (0, 0)
+    assert (world.outcome.timeline.num_migrations, world.outcome.timeline.num_restarts) == (0, 0)
 
 
 def test_a_target_lost_on_the_way_gives_the_answer_back(world):
@@ -291,8 +291,8 @@ def test_an_answer_moves_ten_times(world):
         nodes, source, index = [there, here], target, index + 2
     assert world.step(source, index, events.STOP, node=nodes[0], now=95.0)[-1] == "end complete"
     timeline = world.outcome.timeline
-    assert (timeline.num_moves, timeline.num_restarts, timeline.decode_node) == (10, 0, nodes[0])
-    assert (world.outcome.moved_kv_bytes, world.outcome.kv_bytes) == (50, 150)
+    assert (timeline.num_migrations, timeline.num_restarts, timeline.decode_node) == (10, 0, nodes[0])
+    assert (world.outcome.migrated_kv_bytes, world.outcome.kv_bytes) == (50, 150)
     assert world.scheduler.num_open == 0
 
 

@@ -60,8 +60,8 @@ def test_a_life_tells_phase_by_phase_where_an_answer_was():
     expected = [
         ("prefill_queue", 0.0, 1.0, *where),
         ("prefill", 1.0, 3.0, *where),
-        ("credit_wait", 3.0, 3.5, *where),
-        ("transfer", 3.5, 4.0, *where),
+        ("kv_alloc", 3.0, 3.5, *where),
+        ("kv_transfer", 3.5, 4.0, *where),
         ("decode_queue", 4.0, 4.75, *where),
         ("decode", 4.75, 6.0, *where),
     ]
@@ -83,7 +83,7 @@ def test_a_move_is_two_spans_on_two_nodes():
     [life] = told(world, 10.0).ended
     decodes = [span for span in spans(life) if span[0] == "decode"]
     assert decodes == [("decode", 0.0, 4.0, "p0", "d0"), ("decode", 4.0, 9.0, "p0", "d1")]
-    assert (life.num_moves, life.num_restarts) == (1, 0)
+    assert (life.num_migrations, life.num_restarts) == (1, 0)
 
 
 def test_a_lost_node_shows_as_a_second_attempt_and_the_wait_for_one_as_no_node():
@@ -253,9 +253,9 @@ def test_what_answers_begin_with_alike_a_node_is_told_to_hold_once():
 def test_live_answers_are_counted_by_phase():
     world = World(nodes=("p0", "d0"))
     phases = [each.phase for each in told(world, 0.0).phases]
-    assert phases == ["prefill_queue", "prefill", "credit_wait", "transfer", "decode_queue", "decode", "no_node"]
+    assert phases == ["prefill_queue", "prefill", "kv_alloc", "kv_transfer", "decode_queue", "decode", "no_node"]
     world.submit("a/0")
     world.submit("b/0")
     world.first(world.attempt)
     counts = {each.phase: each.num_answers for each in told(world, 1.0).phases if each.num_answers}
-    assert counts == {"prefill_queue": 1, "credit_wait": 1}
+    assert counts == {"prefill_queue": 1, "kv_alloc": 1}

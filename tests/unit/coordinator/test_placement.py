@@ -81,11 +81,11 @@ def test_a_part_that_nobody_does_is_an_error(registry, ledger, names, reason, me
 
 def test_a_node_that_takes_no_hand_overs_writes_only_what_it_reads(registry, ledger):
     admit(registry, "p0")
-    admit(registry, "d0", shape=Shape(0, 64, takes_handovers=False))
+    admit(registry, "d0", shape=Shape(0, 64, accepts_transfers=False))
     with pytest.raises(RequestError, match="no node that decodes sequences takes the KV transfers") as error:
         placed(registry, ledger)
     assert error.value.reason == "NO_DECODE_WORKER"
-    admit(registry, "b0", rate=1.0, shape=Shape(512, 64, takes_handovers=False))
+    admit(registry, "b0", rate=1.0, shape=Shape(512, 64, accepts_transfers=False))
     assert placed(registry, ledger) == "b0 b0"
     admit(registry, "d1")
     assert placed(registry, ledger) == "p0 d1"
@@ -93,10 +93,10 @@ def test_a_node_that_takes_no_hand_overs_writes_only_what_it_reads(registry, led
 
 def test_a_change_that_was_asked_for_counts_at_once_where_it_takes_work_away(registry, ledger):
     b0, d0 = admit(registry, "b0"), admit(registry, "d0")
-    b0.set_shape(b0.shape, Shape(512, 0, takes_handovers=False))
-    d0.set_shape(d0.shape, Shape(512, 64, takes_handovers=True))
+    b0.set_shape(b0.shape, Shape(512, 0, accepts_transfers=False))
+    d0.set_shape(d0.shape, Shape(512, 64, accepts_transfers=True))
     assert placed(registry, ledger) == "b0 d0"
-    beat = events.heartbeat(prefill_tokens_per_s=1e6, shape=events.shape(512, 64, takes_handovers=True))
+    beat = events.heartbeat(prefill_tokens_per_s=1e6, shape=events.shape(512, 64, accepts_transfers=True))
     registry.heartbeat(d0, beat.heartbeat, 1.0)
     assert placed(registry, ledger) == "d0 d0"
 
@@ -170,7 +170,7 @@ def test_a_node_that_writes_reads_for_another_one_where_that_disturbs_less(regis
 
 
 def test_fewer_tokens_a_step_cost_more_steps_of_the_answers(registry, ledger):
-    b0 = admit(registry, "b0", step_s=0.01, shape=Shape(10, 64, takes_handovers=True))
+    b0 = admit(registry, "b0", step_s=0.01, shape=Shape(10, 64, accepts_transfers=True))
     b1 = admit(registry, "b1", step_s=0.01)
     for node in (b0, b1):
         assign(ledger, node, 0, 10)

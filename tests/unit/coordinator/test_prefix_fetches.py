@@ -111,12 +111,14 @@ def test_what_the_prefill_node_holds_is_not_lent():
 
 
 @pytest.mark.parametrize(
-    ("fetches", "loan_s", "is_lent"),
+    ("fetches", "prefix_fetch_s", "is_lent"),
     [(FETCH_AUTO, 0.09, True), (FETCH_AUTO, 0.097, False), (FETCH_ALWAYS, 9.0, True), (FETCH_NEVER, 0.0, False)],
 )
-def test_blocks_travel_where_that_is_faster_than_computing_them(fetches, loan_s, is_lent):
+def test_blocks_travel_where_that_is_faster_than_computing_them(fetches, prefix_fetch_s, is_lent):
     """96 tokens take 0.096 s to be computed."""
-    assert (placed(fetches, prefix_fetches=[(96, loan_s)] * MIN_PREFIX_FETCHES).prefix_fetch is not None) == is_lent
+    assert (
+        placed(fetches, prefix_fetches=[(96, prefix_fetch_s)] * MIN_PREFIX_FETCHES).prefix_fetch is not None
+    ) == is_lent
 
 
 def test_the_node_that_holds_the_prompt_is_preferred_while_its_queue_is_short():
@@ -159,7 +161,7 @@ class PrefixSends(World):
 
     def __init__(self):
         super().__init__(("p0", "d0"), fetches=FETCH_ALWAYS)
-        self.attach("d1", shape=Shape(0, 64, takes_handovers=False))  # so d0 writes the answer
+        self.attach("d1", shape=Shape(0, 64, accepts_transfers=False))  # so d0 writes the answer
         for name in ("p0", "d0", "d1"):
             self.rate(name)
         self.holds("d1", HINTS)
@@ -199,7 +201,7 @@ def test_a_descriptor_goes_to_the_lender_and_the_prefix_fetch_is_counted():
     attempt = world.jobs[0].attempt
     world.tell("d0", events.committed(attempt))
     world.step(attempt, 1, events.LENGTH)
-    assert (world.outcome.lent_kv_bytes, world.outcome.timeline.loan_s) == (60, 0.5)
+    assert (world.outcome.fetched_kv_bytes, world.outcome.timeline.prefix_fetch_s) == (60, 0.5)
 
 
 def test_a_lender_that_has_nothing_ends_the_prefix_fetch_and_not_the_request():

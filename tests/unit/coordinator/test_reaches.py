@@ -85,7 +85,7 @@ def test_a_node_that_drains_is_given_no_blocks_of_others(registry):
 def test_a_drain_waits_for_what_a_node_holds_for_others(registry):
     node = admit(registry, "a")
     assert num_left(node, [], Releases(0)) == 0
-    registry.heartbeat(node, events.heartbeat(num_blocks_hosted=16).heartbeat, 1.0)
+    registry.heartbeat(node, events.heartbeat(num_remote_kv_blocks=16).heartbeat, 1.0)
     assert num_left(node, [], Releases(0)) == 1
 
 

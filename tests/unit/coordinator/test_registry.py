@@ -55,8 +55,8 @@ def test_the_shape_of_a_node_is_what_it_has_confirmed_and_its_role_follows(regis
     [
         (DECODE, BOTH, DECODE),
         (BOTH, DECODE, DECODE),
-        (DECODE, PREFILL, Shape(0, 0, takes_handovers=False)),
-        (BOTH, Shape(512, 9, takes_handovers=False), Shape(512, 9, takes_handovers=False)),
+        (DECODE, PREFILL, Shape(0, 0, accepts_transfers=False)),
+        (BOTH, Shape(512, 9, accepts_transfers=False), Shape(512, 9, accepts_transfers=False)),
     ],
 )
 def test_what_is_asked_for_counts_at_once_where_it_takes_work_away(registry, old, asked, usable):
@@ -209,12 +209,12 @@ def test_nobody_takes_a_name_from_a_live_process(happenings):
         hello(""),
         hello("a/b"),
         hello("x" * 200),
-        hello("d0", "decode_node", shape=Shape(0, 1, takes_handovers=True)),
+        hello("d0", "decode_node", shape=Shape(0, 1, accepts_transfers=True)),
         hello("d0", num_blocks=0),
-        hello("d0", shape=Shape(0, 0, takes_handovers=False)),
-        hello("d0", shape=Shape(0, 65, takes_handovers=True)),
-        hello("d0", home=Shape(0, 65, takes_handovers=True)),
-        hello("d0", max_num_batched_tokens=32, shape=Shape(33, 0, takes_handovers=False)),
+        hello("d0", shape=Shape(0, 0, accepts_transfers=False)),
+        hello("d0", shape=Shape(0, 65, accepts_transfers=True)),
+        hello("d0", home=Shape(0, 65, accepts_transfers=True)),
+        hello("d0", max_num_batched_tokens=32, shape=Shape(33, 0, accepts_transfers=False)),
     ],
 )
 def test_a_hello_that_makes_no_sense_is_refused(registry, bad):
@@ -360,12 +360,12 @@ def test_a_node_holds_no_more_than_its_blocks(registry):
 def test_phases_are_dated_back_but_never_before_the_last():
     timeline = Timeline(10.0)
     timeline.enter(Phase.PREFILL, 12.0, ago_s=1.5)
-    timeline.enter(Phase.TRANSFER, 12.0)
+    timeline.enter(Phase.KV_TRANSFER, 12.0)
     assert timeline.tokens(12.0) == 2.0
     timeline.enter(Phase.DECODE, 12.5, ago_s=9.0)
     assert timeline.tokens(12.5) == 0.5
     wire = timeline.to_wire(15.0, prefill_node="p0", decode_node="d0", num_restarts=1)
-    assert (wire.prefill_queue_s, wire.prefill_s, wire.transfer_s, wire.decode_s) == (0.5, 1.5, 0.0, 3.0)
+    assert (wire.prefill_queue_s, wire.prefill_s, wire.kv_transfer_s, wire.decode_s) == (0.5, 1.5, 0.0, 3.0)
     assert (wire.e2e_s, wire.ttft_s) == (5.0, 2.0)
     assert (wire.prefill_node, wire.decode_node, wire.num_restarts) == ("p0", "d0", 1)
 

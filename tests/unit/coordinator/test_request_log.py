@@ -46,7 +46,7 @@ def test_a_finished_request(tmp_path, caplog):
     [line] = lines(caplog)
     phases = [
         line.pop(f"{name}_s")
-        for name in ("prefill_queue", "prefill", "credit_wait", "transfer", "decode_queue", "decode")
+        for name in ("prefill_queue", "prefill", "kv_alloc", "kv_transfer", "decode_queue", "decode")
     ]
     assert sum(phases) == pytest.approx(line.pop("e2e_s"), abs=1e-5)
     assert line.pop("ttft_s") > 0

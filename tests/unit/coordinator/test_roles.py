@@ -369,7 +369,7 @@ def test_those_who_were_lent_go_home_one_by_one():
 
 def test_home_is_what_an_operator_has_made_of_a_node():
     world = World("p0", "d0", "d1", policy=AUTO)
-    home = Shape(64, 4, takes_handovers=True)
+    home = Shape(64, 4, accepts_transfers=True)
     world.ask("d0", home)
     assert world.wait(100.0) == []
     waiting = world.queue("p0", 5000)
@@ -391,7 +391,7 @@ def test_what_an_operator_makes_of_a_node_that_is_lent_is_its_home_though_it_is_
 
 def test_a_coordinator_that_has_begun_anew_sends_home_whom_the_one_before_it_has_lent():
     world = World("p0", "d0", policy=AUTO)
-    home = Shape(0, 4, takes_handovers=True)
+    home = Shape(0, 4, accepts_transfers=True)
     world.attach("d1", shape=BOTH, home=home)
     assert world.wait(100.0) == [("d1", home)]
     assert world.temporary == [False]

@@ -33,7 +33,7 @@ def test_the_life_of_a_request_and_its_timeline(world):
         prompt_tokens=3,
         completion_tokens=3,
         timeline=inference_pb2.Timeline(
-            prefill_queue_s=1.5, prefill_s=0.5, credit_wait_s=1.0, transfer_s=2.0, decode_queue_s=1.75,
+            prefill_queue_s=1.5, prefill_s=0.5, kv_alloc_s=1.0, kv_transfer_s=2.0, decode_queue_s=1.75,
             decode_s=1.25, e2e_s=8.0, ttft_s=2.0, prefill_node="p0", decode_node="d0",
         ),
     )  # fmt: skip
@@ -60,7 +60,7 @@ def test_a_prompt_that_is_read_is_held_until_its_node_has_let_go(world, how):
     assert world.ledger.of(prefill_node).tokens_outgoing == 0
 
 
-def test_a_descriptor_that_is_there_before_the_first_token_leaves_no_credit_wait(world):
+def test_a_descriptor_that_is_there_before_the_first_token_leaves_no_kv_alloc(world):
     world.submit()
     attempt = world.attempt
     assert world.tell("d0", events.reserved(attempt, b"xyz"), 1.0) == ["deliver p0"]
@@ -68,7 +68,7 @@ def test_a_descriptor_that_is_there_before_the_first_token_leaves_no_credit_wait
     world.tell("d0", events.committed(attempt), 3.0)
     world.step(attempt, 1, events.LENGTH, now=4.0)
     timeline = world.outcome.timeline
-    assert (timeline.credit_wait_s, timeline.transfer_s, timeline.decode_queue_s) == (0.0, 1.0, 1.0)
+    assert (timeline.kv_alloc_s, timeline.kv_transfer_s, timeline.decode_queue_s) == (0.0, 1.0, 1.0)
     assert not world.outcome.HasField("matched_stop")
 
 

@@ -93,11 +93,11 @@ def check_complete(complete, num_tokens, max_tokens, e2e_s):
         assert num_tokens == max_tokens
     timeline = complete.timeline
     phases = [
-        timeline.prefill_queue_s, timeline.prefill_s, timeline.credit_wait_s,
-        timeline.transfer_s, timeline.decode_queue_s, timeline.decode_s,
+        timeline.prefill_queue_s, timeline.prefill_s, timeline.kv_alloc_s,
+        timeline.kv_transfer_s, timeline.decode_queue_s, timeline.decode_s,
     ]  # fmt: skip
     assert min(phases) >= 0
     assert sum(phases) == timeline.e2e_s == pytest.approx(e2e_s)
     assert 0 <= timeline.ttft_s <= timeline.e2e_s + 1e-9
-    assert 0 <= timeline.move_pause_s <= timeline.e2e_s + 1e-9
-    assert complete.moved_kv_bytes == 10 * timeline.num_moves <= complete.kv_bytes
+    assert 0 <= timeline.migration_pause_s <= timeline.e2e_s + 1e-9
+    assert complete.migrated_kv_bytes == 10 * timeline.num_migrations <= complete.kv_bytes

@@ -50,8 +50,8 @@ def phase(name, start_s, end_s, **about):
     return (name, start_s, end_s, about)
 
 
-def attempt(number, start_s, end_s, prefill_node, decode_node, *below, answer=0):
-    about = {"answer": answer, "attempt": number, "prefill_node": prefill_node, "decode_node": decode_node}
+def attempt(number, start_s, end_s, prefill_node, decode_node, *below, sequence=0):
+    about = {"sequence": sequence, "attempt": number, "prefill_node": prefill_node, "decode_node": decode_node}
     return ("attempt", start_s, end_s, about, *below)
 
 
@@ -77,8 +77,8 @@ def test_every_phase_is_below_its_attempt():
             1, 10.5, 18.0, "p0", "d0",
             phase("prefill queue", 10.5, 12.0, node="p0"),
             phase("prefill", 12.0, 13.0, node="p0"),
-            phase("wait for credit", 13.0, 14.0, from_node="p0", to_node="d0"),
-            phase("transfer", 14.0, 15.0, from_node="p0", to_node="d0"),
+            phase("KV alloc", 13.0, 14.0, from_node="p0", to_node="d0"),
+            phase("KV transfer", 14.0, 15.0, from_node="p0", to_node="d0"),
             phase("decode queue", 15.0, 16.0, node="d0"),
             phase("decode", 16.0, 18.0, node="d0"),
         ),
@@ -105,7 +105,7 @@ def test_the_call_tells_what_conventions_have_names_for():
         "splitserve.request_id": "r",
         "splitserve.kv_bytes": 70,
         "splitserve.restarts": 0,
-        "splitserve.moves": 0,
+        "splitserve.migrations": 0,
     }
 
 
@@ -126,13 +126,13 @@ def test_a_restart_is_another_attempt():
         *about, "WORKER_LOST",
         phase("prefill queue", 0.0, 1.0, node="p0"),
         phase("prefill", 1.0, 2.0, node="p0"),
-        phase("wait for credit", 2.0, 3.0, from_node="p0", to_node="d0"),
+        phase("KV alloc", 2.0, 3.0, from_node="p0", to_node="d0"),
     )  # fmt: skip
     assert second == attempt(
         2, 3.0, 6.0, "p0", "d1",
         phase("prefill queue", 3.0, 4.5, node="p0"),
         phase("prefill", 4.5, 5.0, node="p0"),
-        phase("wait for credit", 5.0, 6.0, from_node="p0", to_node="d1"),
+        phase("KV alloc", 5.0, 6.0, from_node="p0", to_node="d1"),
     )  # fmt: skip
     assert (root.failure, root.attributes["splitserve.restarts"]) == ("", 1)
 
@@ -157,7 +157,7 @@ def test_a_wait_for_nodes_is_nobodys_attempt():
     world.tell("b0", events.first_token(token, prefill_s=0.5), 4.0)
     root = call_span(record(world, arrived_s=1.0, begun_s=1.5), 4.0)
     assert [told(child) for child in root.children[1:]] == [
-        phase("wait for a node", 1.5, 3.0, answer=0),
+        phase("wait for a node", 1.5, 3.0, sequence=0),
         attempt(
             1, 3.0, 4.0, "b0", "b0",
             phase("prefill queue", 3.0, 3.5, node="b0"),
@@ -238,7 +238,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE}-{PARENT}-01"
 SERVER_KIND = 2
 SECRET = "swordfish"
-PHASES = ["prefill queue", "wait for credit", "transfer", "decode queue"]  # scripted nodes compute in no time
+PHASES = ["prefill queue", "KV alloc", "KV transfer", "decode queue"]  # scripted nodes compute in no time
 NUM_SPANS = 3 + len(PHASES)  # of one call
 
 

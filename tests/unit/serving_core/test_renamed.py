@@ -7,7 +7,7 @@ from click.testing import CliRunner
 from coordinator.settings import CoordinatorSettings
 from serving_core.figures import families, gauge
 from serving_core.flags import settings_command
-from serving_core.renamed import FLAGS, METRICS, rename_arguments, rename_variables
+from serving_core.renamed import FLAGS, METRICS, rename_arguments, rename_keys, rename_variables
 
 WARNING = "Warning: {} is called {} now\n"
 
@@ -70,3 +70,9 @@ def test_no_flag_has_an_old_name():
         assert name in COMMANDS
         command = main.get_command(context, name)
         assert not FLAGS.keys() & {param.name for param in command.params}
+
+
+def test_a_key_of_json_is_read_under_its_old_name_with_one_warning(capsys):
+    for _ in range(2):
+        assert rename_keys({"prefill_s": 1.0, "credit_wait_s": 2.0}) == {"prefill_s": 1.0, "kv_alloc_s": 2.0}
+    assert capsys.readouterr().err == WARNING.format("the key credit_wait_s", "kv_alloc_s")

@@ -46,7 +46,7 @@ class Ask:
     is_committed: bool = False
     is_to_be_kept: bool = False  # where it is read, once the writer has let go
     migrating: Migrating | None = None
-    num_moves: int = 0
+    num_migrations: int = 0
     migrations_whole: bool = False  # as a target held other blocks than its writer
     is_cancelled: bool = False
 
@@ -508,7 +508,7 @@ class Fleet:
         self.asks[ask.migrating.epoch] = self.asks.pop(epoch)
         ask.epoch, ask.writer, ask.migrating = ask.migrating.epoch, ask.migrating.target, None
         ask.is_committed = True
-        ask.num_moves += 1
+        ask.num_migrations += 1
         self._cancel(old, ask, epoch)
 
     def _transferred(self, node, epoch, _):

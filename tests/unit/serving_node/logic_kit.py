@@ -209,8 +209,8 @@ class Node(Ports):
         self.worker.handle(fleet_pb2.NodeCommand(**command))
         self.check()
 
-    def reshape(self, prompt_tokens, slots, takes_handovers=False, is_temporary=False):
-        shape = inference_pb2.Shape(prompt_tokens=prompt_tokens, slots=slots, takes_handovers=takes_handovers)
+    def reshape(self, prompt_tokens, slots, accepts_transfers=False, is_temporary=False):
+        shape = inference_pb2.Shape(prompt_tokens=prompt_tokens, slots=slots, accepts_transfers=accepts_transfers)
         self.handle(reshape=fleet_pb2.Reshape(shape=shape, is_temporary=is_temporary))
 
     def detached(self):

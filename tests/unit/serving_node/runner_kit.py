@@ -295,10 +295,10 @@ def carry_descriptors(writer, reader):
 class MigratingRequest:
     """What a coordinator does with one answer that moves back and forth between two nodes."""
 
-    def __init__(self, writer, other, request, *, num_moves, num_ahead=8, num_between=3):
+    def __init__(self, writer, other, request, *, num_migrations, num_ahead=8, num_between=3):
         self.writer, self.other = writer, other
         self.request = request  # the attempt that counts
-        self.num_moves, self.num_ahead, self.num_between = num_moves, num_ahead, num_between
+        self.num_migrations, self.num_ahead, self.num_between = num_migrations, num_ahead, num_between
         self.tokens = {}  # by their place in the answer, as they were told
         self.answer = []  # of them, those before the first that is not there yet: two nodes tell of them
         self.next_indexes = []
@@ -322,7 +322,7 @@ class MigratingRequest:
             self._has_migrated(node, event.committed.next_index)
 
     def _move_in_time(self):
-        if self._to_be is not None or len(self.next_indexes) == self.num_moves:
+        if self._to_be is not None or len(self.next_indexes) == self.num_migrations:
             return
         if len(self.answer) - self._at >= self.num_between:
             known = [token.token_id for token in self.answer]

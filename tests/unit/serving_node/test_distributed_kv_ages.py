@@ -153,7 +153,7 @@ def test_nobody_gives_tiles_up_in_vain_nor_for_a_younger_one(ages, num_tokens, n
         node.host(1, age)
     node.ask("waiting", 5, num_tokens, max_tokens=1)
     stand(node)
-    assert len(node.recalled) == node.load().num_annexes_recalled == num_recalled
+    assert len(node.recalled) == node.load().num_remote_kvs_revoked == num_recalled
     assert node.told.count("failed") == (not num_recalled)
 
 

@@ -61,7 +61,7 @@ def seen(fleet):
         failed=fleet.num_failures,
         cancelled=sum(each.is_cancelled for each in fleet.all),
         kept=fleet.num_kept,
-        migrated=sum(each.num_moves for each in fleet.all),
+        migrated=sum(each.num_migrations for each in fleet.all),
         migrations_off=fleet.num_migrations_off,
         copied=sum(
             any(numerics_id[:-1] in {*NUMERICS} - {node.numerics} for numerics_id in node.numerics_ids)

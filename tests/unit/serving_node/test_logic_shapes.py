@@ -19,24 +19,24 @@ def test_a_node_tells_the_shape_that_it_begins_with(role, shape):
     assert (load.role, load.shape) == (role, shape_of(*shape))
 
 
-def shape_of(prompt_tokens, slots, takes_handovers):
-    return inference_pb2.Shape(prompt_tokens=prompt_tokens, slots=slots, takes_handovers=takes_handovers)
+def shape_of(prompt_tokens, slots, accepts_transfers):
+    return inference_pb2.Shape(prompt_tokens=prompt_tokens, slots=slots, accepts_transfers=accepts_transfers)
 
 
 def test_a_new_shape_is_told_at_once():
     node = Node(budget=8, slots=3, role="prefill")
-    node.reshape(0, 2, takes_handovers=True)
+    node.reshape(0, 2, accepts_transfers=True)
     assert node.num_heartbeats == 1
     assert (node.load.role, node.load.shape) == ("decode", shape_of(0, 2, True))
 
 
 def test_its_home_is_what_it_was_before_it_was_lent():
     node = Node(budget=8, slots=3, role="decode")
-    node.reshape(8, 3, takes_handovers=True, is_temporary=True)
+    node.reshape(8, 3, accepts_transfers=True, is_temporary=True)
     assert (node.logic.shape, node.logic.home) == (Shape(8, 3, True), Shape(0, 3, True))
-    node.reshape(8, 2, takes_handovers=True)
+    node.reshape(8, 2, accepts_transfers=True)
     assert (node.logic.shape, node.logic.home) == (Shape(8, 2, True), Shape(8, 2, True))
-    node.reshape(9, 2, takes_handovers=True)  # which it refuses
+    node.reshape(9, 2, accepts_transfers=True)  # which it refuses
     assert (node.logic.shape, node.logic.home) == (Shape(8, 2, True), Shape(8, 2, True))
 
 
@@ -55,9 +55,9 @@ def test_the_shape_bounds_the_prompt_tokens_of_a_step_beside_its_answers():
     node.writes("writes", 4, max_tokens=9)
     node.prefill("read", 16)
     assert node.step() == [("writes", 4, 1), ("read", 0, 7)]  # a step has no more than 8 tokens
-    node.reshape(2, 4, takes_handovers=True)
+    node.reshape(2, 4, accepts_transfers=True)
     assert node.step() == [("writes", 5, 1), ("read", 7, 2)]
-    node.reshape(8, 4, takes_handovers=True)
+    node.reshape(8, 4, accepts_transfers=True)
     assert node.step() == [("writes", 6, 1), ("read", 9, 7)]
 
 
@@ -86,7 +86,7 @@ def test_answers_beyond_the_slots_go_on_and_no_other_begins_before_they_are_fewe
     node = Node(num_blocks=32, slots=3, budget=16)
     for name in "abc":
         node.writes(name, 4, max_tokens=4)
-    node.reshape(0, 1, takes_handovers=True)
+    node.reshape(0, 1, accepts_transfers=True)
     node.local("own", 4)
     later = node.reserve("later", 4)
     for place in (4, 5, 6):

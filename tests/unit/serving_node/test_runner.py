@@ -321,7 +321,7 @@ async def test_hello_says_who_it_is_and_heartbeats_then_tell_the_whole_cache(tmp
         assert (hello.max_num_seqs, hello.max_num_queued) == (5, 6)
         assert hello.node.name == "node"
         assert (hello.node.role, hello.max_num_batched_tokens) == ("decode", 512)
-        assert hello.shape == inference_pb2.Shape(prompt_tokens=0, slots=5, takes_handovers=True)
+        assert hello.shape == inference_pb2.Shape(prompt_tokens=0, slots=5, accepts_transfers=True)
         assert hello.node.fingerprint["kv_transport"] == "zmq"
         node.events.clear()
         node.node.heartbeat()
@@ -331,7 +331,7 @@ async def test_hello_says_who_it_is_and_heartbeats_then_tell_the_whole_cache(tmp
 
 async def test_a_new_shape_is_confirmed_at_once_and_kept_for_the_next_hello(tmp_path):
     async with running(tmp_path, max_num_seqs=5, max_num_batched_tokens=32) as node:
-        shape = inference_pb2.Shape(prompt_tokens=32, slots=5, takes_handovers=True)
+        shape = inference_pb2.Shape(prompt_tokens=32, slots=5, accepts_transfers=True)
         node.handle(reshape=fleet_pb2.Reshape(shape=shape))
         (beat,) = [event.heartbeat for event in node.events]
         assert (beat.load.shape, beat.load.role) == (shape, "both")
@@ -350,7 +350,7 @@ async def test_a_shape_that_the_node_cannot_take_is_refused_and_the_node_goes_on
             node.handle(reshape=fleet_pb2.Reshape(shape=shape))
             failed, beat = node.events
             assert failed.failed.reason == "BAD_PARAM"
-            assert beat.heartbeat.load.shape == inference_pb2.Shape(slots=5, takes_handovers=True)
+            assert beat.heartbeat.load.shape == inference_pb2.Shape(slots=5, accepts_transfers=True)
         node.events.clear()
         node.local("a", range(9), max_tokens=2)
         await node.idle()

@@ -188,7 +188,7 @@ async def until_idle(*nodes):
 async def test_an_answer_moves_ten_times_and_every_token_is_told_once(tmp_path):
     async with fleet(tmp_path, "x", "y", num_blocks=128) as (x, y):
         request = make_request("a", PROMPT, max_tokens=160)
-        migrating = MigratingRequest(x, y, request, num_moves=10)
+        migrating = MigratingRequest(x, y, request, num_migrations=10)
         local(x, request)
         await x.until(lambda: len(migrating.tokens) == 160)
         await until_idle(x, y)
@@ -214,11 +214,11 @@ async def test_logits_after_a_move_are_the_undisturbed_ones_bit_for_bit(kind_and
         return make_request("a", PROMPT, max_tokens=70, logprobs=VOCAB_SIZE)
 
     async with running(tmp_path, **options) as node:
-        undisturbed = MigratingRequest(node, node, request := asked(), num_moves=0)
+        undisturbed = MigratingRequest(node, node, request := asked(), num_migrations=0)
         local(node, request)
         await node.idle()
     async with fleet(tmp_path, "x", "y", **options) as (x, y):
-        migrating = MigratingRequest(x, y, request := asked(), num_moves=4)
+        migrating = MigratingRequest(x, y, request := asked(), num_migrations=4)
         local(x, request)
         await x.until(lambda: len(migrating.tokens) == 70)
         await until_idle(x, y)
@@ -236,7 +236,7 @@ async def test_both_ways_at_once_beside_a_hand_over_in_each(tmp_path):
         all_migrating = {}
         for name, first, second in (("a", x, y), ("b", y, x)):
             request = make_request(name, [*PROMPT, len(all_migrating)], max_tokens=120)
-            all_migrating[name] = MigratingRequest(first, second, request, num_moves=6)
+            all_migrating[name] = MigratingRequest(first, second, request, num_migrations=6)
         for node in (x, y):
             node.on_event = by_name(node, all_migrating, {"c": y, "d": x})
         local(x, all_migrating["a"].request)

@@ -297,7 +297,7 @@ async def test_the_second_tier_has_copies_of_what_was_in_blocks_that_host_others
         node.local("first", prompt, max_tokens=12)
         await node.idle()
         await asyncio.to_thread(_host_others, node)
-        await node.until(lambda: not node.load.num_blocks_hosted)
+        await node.until(lambda: not node.load.num_remote_kv_blocks)
         node.local("again", prompt, max_tokens=12)
         await node.idle()
         assert node.load.tier.num_hits > 0

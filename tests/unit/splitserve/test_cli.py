@@ -152,11 +152,11 @@ def test_status_tells_the_sampling_defaults_in_force(run):
         ("prefill --prompt-tokens 9", {"shape": {"prompt_tokens": 9}}, "d0 is prefill now: 9 tokens"),
         (
             "both --prompt-tokens 9 --slots 3",
-            {"shape": {"prompt_tokens": 9, "slots": 3, "takes_handovers": True}},
+            {"shape": {"prompt_tokens": 9, "slots": 3, "accepts_transfers": True}},
             "d0 is both now: 9 tokens + 3 slots",
         ),
         (
-            "decode --slots 3 --no-takes-handovers",
+            "decode --slots 3 --no-accepts-transfers",
             {"shape": {"slots": 3}},
             "d0 is decode now: 3 slots, no hand-overs",
         ),
@@ -183,7 +183,7 @@ def test_the_key_may_be_in_a_file(run, script, tmp_path):
     ("arguments", "message"),
     [
         ("both --slots 3", "--prompt-tokens must be given too for the role both"),
-        ("both --no-takes-handovers", "--prompt-tokens must be given too for the role both"),
+        ("both --no-accepts-transfers", "--prompt-tokens must be given too for the role both"),
         ("decode --prompt-tokens 3", "--prompt-tokens must not be given for the role decode"),
         ("prefill --prompt-tokens 3 --slots 3", "--slots must not be given for the role prefill"),
     ],

@@ -19,8 +19,8 @@ USER_HI = {"role": "user", "content": "hi"}
 def test_an_answer_becomes_typed_chunks(script, target, asked):
     logprobs = [inference_pb2.TokenLogprobs(token_id=7, logprob=-0.5, top=[inference_pb2.TopLogprob(token_id=8)])]
     timeline = inference_pb2.Timeline(
-        prefill_s=1.5, e2e_s=2.0, decode_node="d0", num_restarts=1, num_moves=2, move_pause_s=0.5, loan_s=0.25,
-        expected_ttft_s=1.25, is_late=True,
+        prefill_s=1.5, e2e_s=2.0, decode_node="d0", num_restarts=1, num_migrations=2, migration_pause_s=0.5,
+        prefix_fetch_s=0.25, expected_ttft_s=1.25, is_late=True,
     )  # fmt: skip
     script.replies = [
         chunk("Par", 0, [7], logprobs=logprobs),
@@ -33,10 +33,10 @@ def test_an_answer_becomes_typed_chunks(script, target, asked):
             timeline=timeline,
             kv_bytes=2**40,
             kv_bytes_saved=9,
-            moved_kv_bytes=4,
+            migrated_kv_bytes=4,
             proposed_tokens=6,
             accepted_tokens=1,
-            lent_kv_bytes=6,
+            fetched_kv_bytes=6,
         ),
     ]
     first, second, last = asked(target)
@@ -49,10 +49,10 @@ def test_an_answer_becomes_typed_chunks(script, target, asked):
     assert (end.finish_reason, end.matched_stop) == ("stop", ".")
     assert (end.prompt_tokens, end.completion_tokens, end.cached_tokens) == (5, 3, 2)
     assert (end.proposed_tokens, end.accepted_tokens) == (6, 1)
-    assert (end.kv_bytes, end.kv_bytes_saved, end.moved_kv_bytes, end.lent_kv_bytes) == (2**40, 9, 4, 6)
-    assert (end.timeline.loan_s, end.timeline.expected_ttft_s, end.timeline.is_late) == (0.25, 1.25, True)
+    assert (end.kv_bytes, end.kv_bytes_saved, end.migrated_kv_bytes, end.fetched_kv_bytes) == (2**40, 9, 4, 6)
+    assert (end.timeline.prefix_fetch_s, end.timeline.expected_ttft_s, end.timeline.is_late) == (0.25, 1.25, True)
     assert (end.timeline.prefill_s, end.timeline.decode_node, end.timeline.num_restarts) == (1.5, "d0", 1)
-    assert (end.timeline.num_moves, end.timeline.move_pause_s) == (2, 0.5)
+    assert (end.timeline.num_migrations, end.timeline.migration_pause_s) == (2, 0.5)
 
 
 def test_the_matched_stop_may_be_a_token_or_nothing(script, target, asked):

@@ -12,7 +12,7 @@ from tests.scripted_server import Script, chunk, complete, refusal
 TIMELINE = inference_pb2.Timeline(
     prefill_queue_s=0.001,
     prefill_s=0.5,
-    transfer_s=0.1,
+    kv_transfer_s=0.1,
     decode_s=0.4,
     e2e_s=1.001,
     ttft_s=0.51,
@@ -214,14 +214,14 @@ def test_generate_json_is_one_object_a_line_with_usage_and_timeline_last(run):
     assert (second["text"], second["first_token_index"]) == ("is", 1)
     assert last["completion"]["completion_tokens"] == 2
     assert last["completion"]["finish_reason"] == "stop"
-    assert last["completion"]["timeline"]["transfer_s"] == 0.1
+    assert last["completion"]["timeline"]["kv_transfer_s"] == 0.1
 
 
 def test_the_timeline_is_a_table_and_a_bar_in_proportion(run):
     shown = run("generate", "hi", "--timeline").stderr
     rows = {re.sub(r"^\W*", "", line).split("  ")[0]: line.split() for line in shown.splitlines()}
     assert rows["prefill"][-3:] == ["500.0", "50%", "p0"]
-    assert rows["transfer"][-5:] == ["100.0", "10%", "p0", "→", "d0"]
+    assert rows["KV transfer"][-5:] == ["100.0", "10%", "p0", "→", "d0"]
     assert rows["decode"][-3:] == ["400.0", "40%", "d0"]
     assert "1001.0" in rows["end to end"]
     assert "first after 510.0 ms" in shown
@@ -246,12 +246,12 @@ def test_the_timeline_is_a_table_and_a_bar_in_proportion(run):
 def test_a_line_tells_what_was_cached_and_sent_if_anything_was(run, script, figures, line):
     script.replies = [complete(prompt_tokens=44, timeline=TIMELINE, **figures)]
     shown = [line.strip() for line in run("generate", "hi", "--timeline").stderr.splitlines()]
-    assert [text for text in shown if "cached" in text or "KV" in text] == ([line] if line else [])
+    assert [text for text in shown if "cached" in text or " of KV" in text] == ([line] if line else [])
 
 
 def test_the_timeline_tells_of_moves_if_there_were_any(run, script):
-    timeline = inference_pb2.Timeline(e2e_s=1.0, num_moves=2, move_pause_s=0.0125)
-    script.replies = [complete(timeline=timeline, kv_bytes=3 * 2**20, moved_kv_bytes=2**20)]
+    timeline = inference_pb2.Timeline(e2e_s=1.0, num_migrations=2, migration_pause_s=0.0125)
+    script.replies = [complete(timeline=timeline, kv_bytes=3 * 2**20, migrated_kv_bytes=2**20)]
     shown = run("generate", "hi", "--timeline").stderr
     assert "  3.0 MiB of KV sent · moved 2 times (1.0 MiB of it, paused for 12.5 ms)\n" in shown
     script.replies = [complete(timeline=TIMELINE, kv_bytes=3 * 2**20)]

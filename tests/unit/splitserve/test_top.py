@@ -49,7 +49,7 @@ OVERVIEW = inference_pb2.Overview(
     phases=[
         inference_pb2.PhaseCount(phase=phase, num_answers=number)
         for phase, number in (
-            ("prefill_queue", 2), ("prefill", 1), ("credit_wait", 0), ("transfer", 1), ("decode_queue", 0),
+            ("prefill_queue", 2), ("prefill", 1), ("kv_alloc", 0), ("kv_transfer", 1), ("decode_queue", 0),
             ("decode", 1000), ("no_node", 0),
         )
     ],
@@ -95,7 +95,7 @@ def test_a_frame_tells_of_nodes_phases_rates_and_times(script, target):
     shown = rows(result.stdout)
     assert result.stdout.splitlines()[0] == "some-model · 3 nodes · up 3 min 20 s"
     [phases] = [line for line in result.stdout.splitlines() if line.startswith("live")]
-    assert re.split(" {2,}", phases.rstrip()) == ["live", "prefill queue", "prefill", "credit", "transfer",
+    assert re.split(" {2,}", phases.rstrip()) == ["live", "prefill queue", "prefill", "alloc", "transfer",
                                                   "decode queue", "decode", "no node"]  # fmt: skip
     assert shown["1004"] == ["2", "1", "0", "1", "0", "1000", "0"]
     assert "346 tokens/s · 123k prompt tokens/s · 3.4 answers/s" in result.stdout

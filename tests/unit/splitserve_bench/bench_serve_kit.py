@@ -5,7 +5,7 @@ from dataclasses import fields
 from splitserve_bench.serve.command import ServeOptions, serve_command
 from splitserve_bench.serve.records import Outcome
 
-PHASES = ("prefill_queue_s", "prefill_s", "credit_wait_s", "transfer_s", "decode_queue_s", "decode_s")
+PHASES = ("prefill_queue_s", "prefill_s", "kv_alloc_s", "kv_transfer_s", "decode_queue_s", "decode_s")
 
 
 def answered(index=0, sent_s=0.0, arrivals_s=(0.5, 0.75, 1.0), *, tokens=None, num_tokens=None, **fields):

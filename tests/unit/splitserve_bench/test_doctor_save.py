@@ -63,7 +63,12 @@ def tiny(tmp_path_factory):
 def lone(first_s, tpot_s, *, queue_s, server_first_s, transfer_s, prefill_s=0.0):
     """One that was alone, with so many seconds at its client and in its timeline."""
     arrivals_s = tuple(first_s + index * tpot_s for index in range(LONE_OUTPUT_TOKENS))
-    timeline = {"prefill_queue_s": queue_s, "prefill_s": prefill_s, "ttft_s": server_first_s, "transfer_s": transfer_s}
+    timeline = {
+        "prefill_queue_s": queue_s,
+        "prefill_s": prefill_s,
+        "ttft_s": server_first_s,
+        "kv_transfer_s": transfer_s,
+    }
     counts = (1,) * LONE_OUTPUT_TOKENS
     return Outcome(0, 0.0, 0.0, LONE_PROMPT_TOKENS, len(counts), arrivals_s, counts, arrivals_s[-1], timeline=timeline)
 

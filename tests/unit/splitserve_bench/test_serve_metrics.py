@@ -169,7 +169,7 @@ def test_phases_of_a_tpot_miss_are_taken_a_token():
     slow = answered(4, 0.0, (0.5, 10.5), num_tokens=11, timeline=timeline(0, 0.5, 0, 1.0, 0, 9.0))  # 0.1 and 0.9
     misses = summarize([*good, long, slow], LIMITS).misses
     assert misses.tpot == 2
-    assert misses.tpot_phases == {"transfer_s": 1, "decode_s": 1}
+    assert misses.tpot_phases == {"kv_transfer_s": 1, "decode_s": 1}
     assert misses.ttft_phases == {}
 
 

@@ -99,7 +99,7 @@ def test_a_lone_request_of_two_nodes():
     hand_over_s = 7 * BLOCK_S / NUM_LAYERS + LATENCY_S
     second_s = first_s + hand_over_s + step_s(1)
     assert outcome.arrivals_s == pytest.approx([first_s, second_s, second_s + step_s(1)])
-    assert outcome.timeline["transfer_s"] == pytest.approx(hand_over_s)
+    assert outcome.timeline["kv_transfer_s"] == pytest.approx(hand_over_s)
     check_phases(outcome)
 
 
@@ -112,8 +112,8 @@ def test_prompts_that_are_read_together_leave_one_after_the_other():
     planned = [request(0, BLOCK_SIZE - 1, 2), request(1, BLOCK_SIZE - 1, 2)]
     first, second = outcomes_of(SPLIT, *planned)
     assert first.arrivals_s[0] == second.arrivals_s[0]
-    assert first.timeline["transfer_s"] == pytest.approx(BLOCK_S + LATENCY_S)
-    assert second.timeline["transfer_s"] == pytest.approx(2 * BLOCK_S + LATENCY_S)
+    assert first.timeline["kv_transfer_s"] == pytest.approx(BLOCK_S + LATENCY_S)
+    assert second.timeline["kv_transfer_s"] == pytest.approx(2 * BLOCK_S + LATENCY_S)
 
 
 def test_what_was_read_before_is_not_read_again():
@@ -149,9 +149,9 @@ def test_a_turn_is_lent_what_the_answer_before_has_left_where_that_is_faster_tha
     (lent,), (computed,) = chats(1), chats(1, size=replace(SPLIT, remote_prefix_fetch="never"))
     assert computed.timeline["prefill_s"] == pytest.approx(chunk_s(180 - 96))
     assert lent.timeline["prefill_s"] == pytest.approx(chunk_s(180 - 160))
-    loan_s = 2 * MESSAGE_S + 4 * BLOCK_S + LATENCY_S
-    assert lent.timeline["loan_s"] == pytest.approx(loan_s)
-    assert lent.arrivals_s[0] - 10.0 == pytest.approx(API_SERVER_S + 2 * MESSAGE_S + loan_s + chunk_s(20))
+    prefix_fetch_s = 2 * MESSAGE_S + 4 * BLOCK_S + LATENCY_S
+    assert lent.timeline["prefix_fetch_s"] == pytest.approx(prefix_fetch_s)
+    assert lent.arrivals_s[0] - 10.0 == pytest.approx(API_SERVER_S + 2 * MESSAGE_S + prefix_fetch_s + chunk_s(20))
     check_phases(lent)
 
 
@@ -160,7 +160,7 @@ def test_prefix_fetches_that_take_longer_than_computing_end_when_that_has_been_m
     slow = replace(PROFILE, corridor=CorridorProfile(LATENCY_S, BLOCK_BYTES / 0.1))
     turns = chats(5, slow)
     assert [each.error for each in turns] == [""] * 5
-    assert [each.timeline["loan_s"] for each in turns] == pytest.approx([0.25] * 3 + [0.0] * 2)
+    assert [each.timeline["prefix_fetch_s"] for each in turns] == pytest.approx([0.25] * 3 + [0.0] * 2)
     assert [each.timeline["prefill_s"] for each in turns] == pytest.approx([chunk_s(180 - 96)] * 5)
 
 
@@ -168,7 +168,7 @@ def test_a_turn_goes_where_its_beginning_is():
     """The first turns come at once, so each of two nodes has one of them; nothing has to travel."""
     for turn in chats(2, size=FleetSize(0, 0, 2), every_s=0.0):
         assert turn.timeline["prefill_s"] == pytest.approx(chunk_s(180 - 160))
-        assert turn.timeline["loan_s"] == 0.0
+        assert turn.timeline["prefix_fetch_s"] == 0.0
 
 
 @pytest.mark.parametrize(("num_host", "num_disk", "read_s"), [(8, 0, 0.006), (0, 8, 0.024), (2, 6, 0.018)])

@@ -7,7 +7,7 @@ const MAX_LIVES = 100, MAX_ROWS = 12;
 const KEY = "splitserve-api-key";
 const NO_NODE = "no_node";
 const TITLES = {
-  prefill_queue: "prefill queue", prefill: "prefill", credit_wait: "wait for credit", transfer: "transfer",
+  prefill_queue: "prefill queue", prefill: "prefill", kv_alloc: "KV alloc", kv_transfer: "KV transfer",
   decode_queue: "decode queue", decode: "decode", no_node: "no node",
 };
 const READING = new Set(["prefill_queue", "prefill"]);
@@ -261,7 +261,7 @@ function drawPiece(piece, clamp, height) {
   for (const span of piece.spans) {
     const from = clamp(life.start_s + span.begin_s), to = clamp(life.start_s + span.end_s);
     if (to <= from) continue;
-    const thin = span.phase.endsWith("_queue") || span.phase === "credit_wait";
+    const thin = span.phase.endsWith("_queue") || span.phase === "kv_alloc";
     const of = {x: from, y: piece.y + (thin ? height / 4 : 0), width: Math.max(1.5, to - from), height: thin ? height / 2 : height};
     group.append(drawn("rect", {class: piece.node === NO_NODE ? NO_NODE : span.phase, rx: 1.5, ...of},
       drawn("title", {}, `${life.answer_id}: ${TITLES[span.phase]} on ${piece.node}, ${time(span.end_s - span.begin_s)}`)));
@@ -377,7 +377,7 @@ function facts(life) {
   add("tokens", `${life.prompt_tokens} + ${life.completion_tokens}`);
   if (life.cached_tokens) add("cached", String(life.cached_tokens));
   if (Number(life.kv_bytes)) add("KV sent", `${short(Number(life.kv_bytes))}B`);
-  if (life.num_moves) add("moves", `${life.num_moves}, paused ${time(life.move_pause_s)}`);
+  if (life.num_migrations) add("moves", `${life.num_migrations}, paused ${time(life.migration_pause_s)}`);
   if (life.num_restarts) add("restarts", String(life.num_restarts));
   for (const limit of ["ttft", "tpot"])
     if (life.attainment?.[`${limit}_ms`] !== undefined)
