@@ -1,5 +1,5 @@
-"""Map the names of flags, environment variables, YAML keys, JSON keys and metrics of an earlier version to the current
-ones.
+"""Map the names of flags, environment variables, YAML keys, JSON keys, roles and metrics of an earlier version to the
+current ones.
 
 An old name works until the next release. A flag, a variable or a key under its old name is accepted with a warning; a
 metric is exposed under both names.
@@ -13,6 +13,9 @@ import click
 
 ENV_PREFIX: Final = "SPLITSERVE_"
 FLAGS: Final = {
+    "both": "mixed",
+    "both_pp": "mixed_pp",
+    "both_tp": "mixed_tp",
     "doors": "api_server_count",
     "kv_annexes": "distributed_kv",
     "kv_lending": "remote_prefix_fetch",
@@ -22,6 +25,7 @@ FLAGS: Final = {
     "ticket_timeout_s": "descriptor_timeout_s",
     "ticket_ttl_s": "reservation_ttl_s",
 }
+ROLES: Final = {"both": "mixed"}
 JSON_KEYS: Final = {  # of timelines, results of benchmarks and profiles
     "credit_wait_s": "kv_alloc_s",
     "loan_s": "prefix_fetch_s",
@@ -73,6 +77,13 @@ def rename_variables(environment: MutableMapping[str, str], warn: Warn) -> None:
         if old_name in environment:
             warn(f"Warning: {old_name} is called {new_name} now")
             environment.setdefault(new_name, environment.pop(old_name))
+
+
+def rename_role(role: str) -> str:
+    """Return a role, or the command of a role, under its new name, with a warning for the old one."""
+    if role in ROLES:
+        warn(f"Warning: {role} is called {ROLES[role]} now")
+    return ROLES.get(role, role)
 
 
 def rename_keys(values: Mapping[str, Any]) -> dict[str, Any]:

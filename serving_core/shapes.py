@@ -8,8 +8,8 @@ from typing import Final
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM
 
-PREFILL, DECODE, BOTH = "prefill", "decode", "both"
-ROLES: Final = (PREFILL, DECODE, BOTH)
+PREFILL, DECODE, MIXED = "prefill", "decode", "mixed"
+ROLES: Final = (PREFILL, DECODE, MIXED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def preset(role: str, *, max_num_batched_tokens: int, max_num_seqs: int) -> Shap
             return Shape(max_num_batched_tokens, 0, False)
         case "decode":
             return Shape(0, max_num_seqs, True)
-        case "both":
+        case "mixed":
             return Shape(max_num_batched_tokens, max_num_seqs, True)
     raise RequestError(BAD_PARAM, f"a role is {', '.join(ROLES[:-1])} or {ROLES[-1]}, not {role!r:.80}", field="role")
 
@@ -53,7 +53,7 @@ def preset(role: str, *, max_num_batched_tokens: int, max_num_seqs: int) -> Shap
 def role_of(shape: Shape) -> str:
     """Return the role of a shape."""
     if shape.reads and shape.writes:
-        return BOTH
+        return MIXED
     return PREFILL if shape.reads else DECODE
 
 

@@ -6,4 +6,4 @@ if __name__ == "__main__":
     end_at_once()
     from serving_node.process import node_command
 
-    node_command("both")()
+    node_command("mixed")()

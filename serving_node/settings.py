@@ -11,7 +11,7 @@ from serving_core.flags import flag
 from serving_core.net.ports import Port, check_exposure, check_ports, is_loopback
 from serving_core.net.tls import CLIENT, TlsError, check_open, check_purpose
 from serving_core.settings import QUANTIZATIONS, EngineSettings
-from serving_core.shapes import BOTH, DECODE, PREFILL
+from serving_core.shapes import DECODE, MIXED, PREFILL
 from serving_node.link import LinkSettings
 from serving_node.ranks.processes import is_first_here, started_rank
 
@@ -22,7 +22,7 @@ _ENDS_IN_PORT: Final = re.compile(r":\d+$", re.ASCII)
 STEP_TOKENS: Final = {"cpu": 512, "cuda": 2048}
 SLOTS: Final = {"cpu": 64, "cuda": 256}
 """Defaults by the type of the device."""
-PACKAGES: Final = {PREFILL: "prefill_node", DECODE: "decode_node", BOTH: "serving_node"}
+PACKAGES: Final = {PREFILL: "prefill_node", DECODE: "decode_node", MIXED: "serving_node"}
 """The package that `python -m` runs, by the initial role."""
 
 

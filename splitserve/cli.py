@@ -9,7 +9,7 @@ import click
 
 from serving_core.errors import ModelError, SettingsError, SplitServeError
 from serving_core.process.interrupts import INTERRUPTED, raise_again
-from serving_core.renamed import rename_arguments, rename_variables, warn
+from serving_core.renamed import rename_arguments, rename_role, rename_variables, warn
 from splitserve.commands.flag_hints import explained, hinted, hinted_command
 
 # Name: module and attribute of the click command, and the line that the overview shows. Without a module it is found by
@@ -17,25 +17,28 @@ from splitserve.commands.flag_hints import explained, hinted, hinted_command
 COMMANDS: Final = {
     "up": ("splitserve.commands.serve:up", "Serve a model on this machine: coordinator, prefill and decode nodes."),
     "demo": ("splitserve.commands.serve:demo", "Start a cluster, ask a question, show where the time went, stop."),
-    "generate": ("splitserve.commands.ask:generate", "Answer one prompt."),
+    "generate": ("splitserve.commands.ask:generate", "Generate the output for one prompt."),
     "chat": ("splitserve.commands.ask:chat", "Talk with the model."),
-    "run-batch": ("splitserve.commands.run_batch:run_batch", "Answer the requests of a file, as OpenAI's batches."),
+    "run-batch": (
+        "splitserve.commands.run_batch:run_batch",
+        "Run the requests of a file in the format of OpenAI's batches.",
+    ),
     "status": ("splitserve.commands.status:status", "Show the model, the nodes and their load."),
-    "top": ("splitserve.commands.top:top", "Show live what is going on: nodes, queues, rates, times against limits."),
-    "role": ("splitserve.commands.role:role", "Make a node prefill, decode or both while the cluster serves."),
-    "drain": ("splitserve.commands.role:drain", "Take the work from a node while the cluster serves."),
+    "top": ("splitserve.commands.top:top", "Show live nodes, queues, rates, and times against SLOs."),
+    "role": ("splitserve.commands.role:role", "Make a node prefill, decode or mixed while the cluster serves."),
+    "drain": ("splitserve.commands.role:drain", "Drain a node while the cluster serves."),
     "certs": ("splitserve.commands.certs:certs", "Make a private CA and a certificate for each role."),
     "coordinator": ("splitserve.commands.roles:coordinator", "Run the coordinator alone."),
     "prefill": ("splitserve.commands.roles:prefill", "Run one prefill node."),
     "decode": ("splitserve.commands.roles:decode", "Run one decode node."),
-    "both": ("splitserve.commands.roles:both", "Run one node that reads prompts and writes answers."),
+    "mixed": ("splitserve.commands.roles:mixed", "Run one node that prefills and decodes."),
     "plan-transfer": (
         "splitserve.commands.plan_transfer:plan_transfer_command",
         "Show which KV heads go from which prefill rank to which decode rank.",
     ),
-    "doctor": ("", "Measure this machine: from which lengths on it pays to split; or check bits."),
-    "simulate": ("", "Play a load through the real decisions of a fleet, on a clock that only counts."),
-    "plan": ("", "Find the nodes that serve the most requests within limits, by simulation."),
+    "doctor": ("", "Measure from which lengths on this machine gains by splitting prefill and decode; or check bits."),
+    "simulate": ("", "Simulate a load on a fleet, with the real schedulers and placement."),
+    "plan": ("", "Find the nodes that serve the most requests within their SLO, by simulation."),
     "bench": ("", "Measure the engine, a cluster, or any server."),
 }
 ENTRY_POINTS: Final = "splitserve.commands"
@@ -66,7 +69,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Imports the command; from there on Ctrl-C is an exception, so that it can clean up."""
         try:
-            found = super().resolve_command(ctx, args)
+            found = super().resolve_command(ctx, [rename_role(args[0]), *args[1:]] if args else args)
         except click.UsageError as error:
             raise hinted_command(error, args[0]) from error
         raise_again()

@@ -29,7 +29,7 @@ from serving_core.flags import build
 from serving_core.layout import QUANTIZED_DTYPES
 from serving_core.node.needs import MOST_INVARIANT_RANKS
 from serving_core.process.cpus import confined
-from serving_core.shapes import BOTH, DECODE, PREFILL, Shape
+from serving_core.shapes import DECODE, MIXED, PREFILL, Shape
 from splitserve.client.answers import Completion, NodeInfo, NodeLoad, TokenLogprob
 from splitserve.client.clients import AsyncClient
 from splitserve.client.questions import Sampling
@@ -184,7 +184,7 @@ class Histories:
         self._report = report
         self._threads = ""  # of the node that answered alone
 
-    # ---- a node that does both ----
+    # ---- a mixed node ----
 
     async def on_one_node(self, client: AsyncClient) -> None:
         """Play the histories of a cluster of one node, whose steps hold every prompt and whose pool every request."""
@@ -252,7 +252,7 @@ class Histories:
         self._note("node killed", outputs, f"{num_restarts} requests restarted elsewhere", num_restarts > 0)
 
         for name in (prefill_node, survivor):
-            await client.set_role(name, BOTH)
+            await client.set_role(name, MIXED)
         outputs = await self._at_once(client, "colocated")
         there = sum(each.completion.timeline.prefill_node == each.completion.timeline.decode_node for each in outputs)
         self._note("colocated", outputs, f"{there} outputs decoded where they were prefilled", there > 0)
@@ -399,9 +399,9 @@ async def check_bits(
     short, LaunchError, and SettingsError for what a node cannot use."""
     tp_size = sizes.tp_size
     cores = tp_size * min(sizes.cores, max(1, len(cpus) // (3 * tp_size)))  # of each of three nodes
-    flags = {**flags, **dict.fromkeys(("prefill_tp", "decode_tp", "both_tp"), tp_size)}
+    flags = {**flags, **dict.fromkeys(("prefill_tp", "decode_tp", "mixed_tp"), tp_size)}
     serving = partial(_serving, model, flags, report)
-    async with serving(cpus[:cores], both=1) as (_, client):
+    async with serving(cpus[:cores], mixed=1) as (_, client):
         info = await client.model_info()
         [node] = (await client.server_info()).nodes
         requests = draw_requests(sizes, info.vocab_size, info.max_model_len)
@@ -410,7 +410,7 @@ async def check_bits(
     async with serving(cpus[: 3 * cores], prefill=1, decode=2) as (cluster, client):
         await histories.on_split_nodes(client, lambda name: os.kill(cluster.pid(name), signal.SIGKILL))
     pool = SmallPool.of(requests, BLOCK_SIZE)
-    async with serving(cpus[: cores + tp_size], both=1, num_kv_blocks=pool.num_blocks) as (_, client):
+    async with serving(cpus[: cores + tp_size], mixed=1, num_kv_blocks=pool.num_blocks) as (_, client):
         await histories.on_a_small_node(client, pool)  # which has one more core for each rank
     return BitsFigures(model.name, node.engine, promise_of(node), tuple(histories.played))
 

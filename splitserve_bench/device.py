@@ -134,9 +134,9 @@ def print_attention(sizes: Sizes, folder: Path) -> None:
 
 
 def print_split(sizes: Sizes, folder: Path) -> None:
-    """Print how many greedy outputs of a prefill node and a decode node equal those of one node that does both, and
+    """Print how many greedy outputs of a prefill node and a decode node equal those of one mixed node, and
     what they took. One request at a time has steps of the same shapes in both, so that all must be equal."""
-    together, apart = (asyncio.run(_outputs(sizes, folder, **nodes)) for nodes in ({"both": 1}, {}))
+    together, apart = (asyncio.run(_outputs(sizes, folder, **nodes)) for nodes in ({"mixed": 1}, {}))
     print(f"outputs equal to those of one node: {sum(map(list.__eq__, together, apart))} of {len(apart)}")
 
 

@@ -95,7 +95,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         model = write_fake_model(Path(name) / "model", step_s=STEP_S)
         node = {"max_num_seqs": 1000, "max_num_batched_tokens": 4000, "num_kv_blocks": 20_000, "max_num_queued": 2000}
-        numbers = {"num_prefill": 0, "num_decode": 0, "num_both": 1}
+        numbers = {"num_prefill": 0, "num_decode": 0, "num_mixed": 1}
         coordinator = {"api_server_count": given.api_server_count, **flags}
         cluster = Cluster(model, Path(name), **numbers, coordinator=coordinator, node=node).start()
         try:

@@ -23,7 +23,7 @@ MODEL = {  # as of the folder that write_fake_model writes
     "num_kv_heads": "2",
 }
 
-ROLES = {"p": "prefill", "d": "decode", "b": "both"}  # by the first letter of a node's name, unless a test says else
+ROLES = {"p": "prefill", "d": "decode", "b": "mixed"}  # by the first letter of a node's name, unless a test says else
 
 
 def hello(

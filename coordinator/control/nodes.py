@@ -33,7 +33,7 @@ from serving_core.reasons import (
     PAIRING_MISMATCH,
     QUEUE_FULL,
 )
-from serving_core.shapes import BOTH, DECODE, PREFILL, ROLES, Shape, check_shape, common, role_of
+from serving_core.shapes import DECODE, MIXED, PREFILL, ROLES, Shape, check_shape, common, role_of
 
 RECOVERY_S: Final = 5.0  # after a pause, in which nodes have ended their streams and attach again
 
@@ -203,7 +203,7 @@ class Node:
     @property
     def kind(self) -> str:
         """Return the noun for the node in messages, such as "prefill node"."""
-        return "node" if self.role == BOTH else f"{self.role} node"
+        return "node" if self.role == MIXED else f"{self.role} node"
 
     @property
     def root_fingerprint(self) -> dict[str, str]:
@@ -405,7 +405,7 @@ class Registry:
     def kv_holders_of(self, node: Node) -> list[Node]:
         """Return the KV holders that a node's requests may use, the one with most free blocks first.
 
-        Only a node that does both prefill and decode has KV holders, and only nodes whose outputs are bit-identical to
+        Only a mixed node has KV holders, and only nodes whose outputs are bit-identical to
         its own.
         """
         if not node.hello.HasField("remote_kvs") or not (node.shape.reads and node.shape.writes):
@@ -552,7 +552,7 @@ def does(node: Node, role: str) -> bool:
 def has_path(nodes: Iterable[Node], *others: Shape, embeds: bool = False) -> bool:
     """Return whether the ready nodes, with others of these shapes, can serve a request.
 
-    That needs a node that does both prefill and decode, or a prefill node and a decode node that takes its KV
+    That needs a mixed node, or a prefill node and a decode node that takes its KV
     transfers. With `embeds` a prefill node is enough.
     """
     shapes = [*(node.usable for node in nodes if node.is_ready), *others]

@@ -27,7 +27,7 @@ SLO on TPOT.
 
 A role change takes no request from a node. New capacity counts when the node has confirmed the change; capacity that is
 taken away counts from the order on (`Node.usable`). The last prefill node, the last decode node and the last path from
-one to the other cannot be taken away. A node to which the coordinator has added the other role keeps both roles until
+one to the other cannot be taken away. A node to which the coordinator has added the other role keeps mixed roles until
 there has been no pressure for a while, and then returns, one node after the other. A node that changes soon after
 another one returned stays several times as long, up to a bound, so that a load near the thresholds does not make nodes
 alternate. A role that no node has is filled sooner, before the requests that wait for it are refused.
@@ -50,7 +50,8 @@ from protos.convert import shape_to_wire
 from serving_core.errors import RequestError
 from serving_core.node.costs import StepLoad
 from serving_core.reasons import DRAINING, NO_OTHER_NODE
-from serving_core.shapes import BOTH, DECODE, PREFILL, Shape, check_shape, common, preset
+from serving_core.renamed import rename_role
+from serving_core.shapes import DECODE, MIXED, PREFILL, Shape, check_shape, common, preset
 
 MAX_REMEMBERED: Final = 64  # recent capacities kept
 
@@ -309,7 +310,7 @@ class Roles:
         RequestError, and then nothing is requested.
         """
         node = self._registry.named(name)
-        shape = preset(to, **_limits(node)) if isinstance(to, str) else to
+        shape = preset(rename_role(to), **_limits(node)) if isinstance(to, str) else to
         check_shape(shape, **_limits(node))
         if node.is_stopping:
             raise RequestError(DRAINING, f"node {name} is stopping, and takes no role any more")
@@ -396,7 +397,7 @@ class Roles:
         if not able:
             return None
         node = min(able, key=least)
-        return node, preset(BOTH, **_limits(node))
+        return node, preset(MIXED, **_limits(node))
 
     def _may_go_home(self, node: Node) -> bool:
         try:

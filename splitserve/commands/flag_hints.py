@@ -158,7 +158,7 @@ HINTS: Final[Mapping[str, Hints]] = {
     "coordinator": _COORDINATOR,
     "prefill": _NODE,
     "decode": _NODE,
-    "both": _NODE,
+    "mixed": _NODE,
     "generate": {**_ASK, **dict.fromkeys(("--prompt", "--quick", "-q", "-p"), "the prompt is TEXT, or - for stdin")},
     "chat": {**_ASK, "--system-prompt": "it is --system"},
     **dict.fromkeys(("status", "top", "role", "drain"), _SERVER),

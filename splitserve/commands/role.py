@@ -3,7 +3,8 @@
 import click
 
 from serving_core.errors import SettingsError
-from serving_core.shapes import BOTH, DECODE, PREFILL, ROLES, Shape
+from serving_core.renamed import rename_role
+from serving_core.shapes import DECODE, MIXED, PREFILL, ROLES, Shape
 from splitserve.client.questions import TIMEOUT_S as REQUEST_TIMEOUT_S
 from splitserve.commands.server_options import Server, operator_options
 from splitserve.commands.status import TIMEOUT_S
@@ -12,9 +13,16 @@ from splitserve.commands.terminal import shape_text, stdout, waiting
 NUMBER = click.IntRange(min=1, max=2**32 - 1)
 
 
+class RoleChoice(click.Choice[str]):
+    """A role, which may be given under its old name."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(rename_role(value), param, ctx)
+
+
 @click.command()
 @click.argument("node")
-@click.argument("role", type=click.Choice(ROLES))
+@click.argument("role", type=RoleChoice(ROLES))
 @operator_options
 @click.option("--prompt-tokens", type=NUMBER, help="Limit of prompt tokens in one step, for a node that prefills.")
 @click.option("--slots", type=NUMBER, help="Number of running slots, for a node that decodes.")
@@ -32,7 +40,7 @@ def role(
     slots: int | None,
     accepts_transfers: bool,
 ) -> None:
-    """Make NODE a prefill node, a decode node or both, while it serves.
+    """Make NODE a prefill node, a decode node or a mixed node, while it serves.
 
     Its requests finish. Without options the node takes as much work as it can; otherwise all options of the role must
     be given. Returns when the node has confirmed the change.
@@ -48,8 +56,8 @@ def role(
 def _shape(role: str, prompt_tokens: int | None, slots: int | None, *, accepts_transfers: bool) -> Shape:
     """Return the shape. Raises SettingsError when a number is missing or does not belong to the role."""
     for flag, value, roles in (
-        ("--prompt-tokens", prompt_tokens, (PREFILL, BOTH)),
-        ("--slots", slots, (DECODE, BOTH)),
+        ("--prompt-tokens", prompt_tokens, (PREFILL, MIXED)),
+        ("--slots", slots, (DECODE, MIXED)),
     ):
         if (value is None) == (role in roles):
             raise SettingsError(

@@ -1,4 +1,4 @@
-"""Define the commands that run one process, for clusters over several machines: coordinator, prefill, decode, both."""
+"""Define the commands that run one process, for clusters over several machines: coordinator, prefill, decode, mixed."""
 
 import os
 from typing import Any
@@ -8,7 +8,7 @@ import click
 from serving_core.flags import environment_of, settings_command
 from serving_core.process.extras import require
 from splitserve.commands.terminal import report
-from splitserve.launch.cluster import BOTH, COORDINATOR, DECODE, PREFILL, Room, command_of, flat, replaced
+from splitserve.launch.cluster import COORDINATOR, DECODE, MIXED, PREFILL, Room, command_of, flat, replaced
 from splitserve.launch.models import resolve
 
 
@@ -34,4 +34,4 @@ coordinator = role_command(
 )
 prefill = role_command(PREFILL, "Run one prefill node, attached to a coordinator.")
 decode = role_command(DECODE, "Run one decode node, attached to a coordinator.")
-both = role_command(BOTH, "Run one node that prefills and decodes, attached to a coordinator.")
+mixed = role_command(MIXED, "Run one node that prefills and decodes, attached to a coordinator.")

@@ -35,8 +35,8 @@ class Room:
 
 
 COORDINATOR: Final = Room("coordinator", "coordinator", CoordinatorSettings)
-PREFILL, DECODE, BOTH = (Room(role, package, NodeSettings) for role, package in PACKAGES.items())
-ROOMS: Final = (COORDINATOR, PREFILL, DECODE, BOTH)
+PREFILL, DECODE, MIXED = (Room(role, package, NodeSettings) for role, package in PACKAGES.items())
+ROOMS: Final = (COORDINATOR, PREFILL, DECODE, MIXED)
 
 
 def command_of(room: Room, settings: Any) -> list[str]:
@@ -89,18 +89,18 @@ class ClusterSettings:
     """Settings of `splitserve up` itself; all other flags are passed to the processes."""
 
     model: str = flag("", "Folder, GGUF file or hub id of the model; default: the demo model.", positional=True)
-    prefill: int | None = flag(None, "Number of prefill nodes: 1, or none beside --both.", minimum=0, maximum=64)
+    prefill: int | None = flag(None, "Number of prefill nodes: 1, or none beside --mixed.", minimum=0, maximum=64)
     decode: int | None = flag(
-        None, "Number of decode nodes: 1, or none beside --both or for embeddings.", minimum=0, maximum=64
+        None, "Number of decode nodes: 1, or none beside --mixed or for embeddings.", minimum=0, maximum=64
     )
-    both: int = flag(0, "Number of nodes that prefill and decode.", minimum=0, maximum=64)
+    mixed: int = flag(0, "Number of nodes that prefill and decode.", minimum=0, maximum=64)
     prefill_tp: int = flag(1, "Tensor-parallel ranks of each prefill node.", minimum=1, maximum=64)
     decode_tp: int = flag(1, "Tensor-parallel ranks of each decode node.", minimum=1, maximum=64)
-    both_tp: int = flag(1, "Tensor-parallel ranks of each node that prefills and decodes.", minimum=1, maximum=64)
+    mixed_tp: int = flag(1, "Tensor-parallel ranks of each node that prefills and decodes.", minimum=1, maximum=64)
     prefill_pp: int = flag(1, "Pipeline stages of each prefill node, of --prefill-tp ranks.", minimum=1, maximum=64)
     decode_pp: int = flag(1, "Pipeline stages of each decode node, of --decode-tp ranks.", minimum=1, maximum=64)
-    both_pp: int = flag(
-        1, "Pipeline stages of each node that prefills and decodes, of --both-tp ranks.", minimum=1, maximum=64
+    mixed_pp: int = flag(
+        1, "Pipeline stages of each node that prefills and decodes, of --mixed-tp ranks.", minimum=1, maximum=64
     )
     host: str = flag(LOOPBACK, "Address of the public gRPC port.")
     grpc_port: int = flag(50051, "Public gRPC port.", minimum=1, maximum=65535)
@@ -130,13 +130,13 @@ def num_nodes(settings: ClusterSettings, *, embeds: bool = False) -> dict[str, i
 
     Raises SettingsError when no node would prefill, or decode.
     """
-    unless_given = 0 if settings.both else 1
+    unless_given = 0 if settings.mixed else 1
     num_prefill = unless_given if settings.prefill is None else settings.prefill
     num_decode = (0 if embeds else unless_given) if settings.decode is None else settings.decode
     for flag_name, num, work in (("--prefill", num_prefill, "read prompts"), ("--decode", num_decode, "write answers")):
-        if not num and not settings.both and not (embeds and flag_name == "--decode"):
-            raise SettingsError(f"nobody would {work}: {flag_name} or --both must be above 0")
-    return {PREFILL.role: num_prefill, DECODE.role: num_decode, BOTH.role: settings.both}
+        if not num and not settings.mixed and not (embeds and flag_name == "--decode"):
+            raise SettingsError(f"nobody would {work}: {flag_name} or --mixed must be above 0")
+    return {PREFILL.role: num_prefill, DECODE.role: num_decode, MIXED.role: settings.mixed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ def plan_cluster(
     sizes = {
         PREFILL: (settings.prefill_tp, settings.prefill_pp),
         DECODE: (settings.decode_tp, settings.decode_pp),
-        BOTH: (settings.both_tp, settings.both_pp),
+        MIXED: (settings.mixed_tp, settings.mixed_pp),
     }
     counts = num_nodes(settings, embeds=embeds)
     nodes = [(room, f"{room.role}-{i}", *sizes[room]) for room in sizes for i in range(counts[room.role])]

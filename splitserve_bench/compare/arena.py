@@ -91,7 +91,7 @@ class Arena:
         own = {
             "prefill": contender.prefill,
             "decode": contender.decode,
-            "both": contender.both,
+            "mixed": contender.mixed,
             "grpc_port": free_port(),
             "http_port": -1,
             "log_dir": str(log_dir),

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 LOWEST_RATE, HIGHEST_RATE = 1e-4, 1e5
 # Flags of a cluster that a contender sets, that the comparison needs for itself, or that are secrets.
 OWN_FLAGS: Final = frozenset(
-    {"model", "prefill", "decode", "both", "host", "grpc_port", "http_host", "http_port", "log_dir", "config"}
+    {"model", "prefill", "decode", "mixed", "host", "grpc_port", "http_host", "http_port", "log_dir", "config"}
     | {"api_key", "api_key_file", "fleet_secret", "trusted_network"}
     | {"tls_cert", "tls_key", "tls_ca", "tls_verify_clients"}
 )

@@ -154,7 +154,7 @@ class Forecaster:
         """Simulate a load; None where the contender cannot be simulated."""
         if self.why_not(contender):
             return None
-        counts = contender.prefill, contender.decode, contender.both
+        counts = contender.prefill, contender.decode, contender.mixed
         profile = self.profiles[self._cores(contender)]
         flags = {name: value for name, value in self._flags(contender).items() if name not in profile.flags}
         size = FleetSize(*counts, **flags, nodes_per_machine=contender.num_nodes)

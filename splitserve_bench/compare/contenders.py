@@ -26,12 +26,12 @@ class ClusterContender:
     kind: str
     prefill: int
     decode: int
-    both: int
+    mixed: int
     flags: tuple[tuple[str, Any], ...] = ()
 
     @property
     def num_nodes(self) -> int:
-        return self.prefill + self.decode + self.both
+        return self.prefill + self.decode + self.mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def contenders(
 
 
 def colocated(num_nodes: int, cores_each: int) -> ClusterContender:
-    """Return a cluster of nodes that do both, each for its own requests."""
+    """Return a cluster of mixed nodes, each for its own requests."""
     return ClusterContender(f"colocated {num_nodes}x{cores_each}", COLOCATED, 0, 0, num_nodes, ALONE)
 
 

@@ -84,7 +84,7 @@ def doctor(
 ) -> None:
     """Show the environment and the command that serves MODEL here. Then measure what a node of MODEL does on cores of
     this machine: prompts, decode steps, KV transfers; and say from which prompt and output lengths on a prefill node
-    and a decode node beat two nodes that do both. Or, with --check-bits, whether answers have the same bits whatever
+    and a decode node beat two mixed nodes. Or, with --check-bits, whether answers have the same bits whatever
     happened to them."""
     flags: dict[str, Any] = {
         "dtype": dtype,

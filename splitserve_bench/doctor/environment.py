@@ -64,9 +64,9 @@ def find_environment(model: str, cpus: Sequence[int], ports: Mapping[str, int] =
 
 def command_for(model: str, num_cores: int, taken: Collection[str]) -> str:
     """The command that serves a model on so many cores, where the ports of these flags are taken. A single core is for
-    one node, which does both halves; 0: how many there are is not known."""
+    one mixed node; 0: how many there are is not known."""
     words = ["splitserve", "up", *([model] if model else [])]
-    words += ["--both", "1"] if num_cores == 1 else ["--prefill", "1", "--decode", "1"]
+    words += ["--mixed", "1"] if num_cores == 1 else ["--prefill", "1", "--decode", "1"]
     for flag in taken:
         words += [flag, str(free_port())]
     return shlex.join(words)

@@ -1,4 +1,4 @@
-"""What two nodes on this machine cost, and from which lengths on a prefill and a decode node beat two that do both;
+"""What two nodes on this machine cost, and from which lengths on a prefill and a decode node beat two mixed nodes;
 and, for `splitserve simulate`, a profile of such nodes.
 
 For what `splitserve doctor` shows:
@@ -16,7 +16,7 @@ For a profile:
 2. A few of them once more on each node alone: what share of that time they take while the other one rests. 3. A cluster
 is asked one request after the other: what a message, the API server, a transfer and a node's own work around a
    step take is what remains of its timelines when the steps are taken away. Its nodes have the cores of those above:
-   it is a prefill and a decode node, or, where there are no cores for both, one that does both, which has no transfers:
+   it is a prefill and a decode node, or, where there are no cores for both, one mixed node, which has no transfers:
    their latency is then 0.
 """
 
@@ -37,7 +37,7 @@ from serving_core.model_files.config import FAKE_ARCHITECTURE, read_model_config
 from serving_core.node.needs import model_layout, num_blocks_for
 from serving_core.process.cpus import divide_cpus
 from serving_core.settings import EngineSettings
-from serving_core.shapes import BOTH
+from serving_core.shapes import MIXED
 from serving_node.settings import NodeSettings
 from splitserve.launch.models import LocalModel, Report
 from splitserve_bench.compare.arena import Arena
@@ -366,7 +366,7 @@ def lone_cluster(cores: int, *, at_once: bool) -> tuple[ClusterContender, int]:
 
 def node_sizes(folder: Path, settings: EngineSettings) -> NodeSizes:
     """Of a node that is told nothing else."""
-    config, nodes = read_model_config(folder), NodeSettings().resolved(BOTH, "cpu")
+    config, nodes = read_model_config(folder), NodeSettings().resolved(MIXED, "cpu")
     layout = model_layout(settings, config)
     return NodeSizes(
         num_blocks=num_blocks_for(settings, layout, 1),

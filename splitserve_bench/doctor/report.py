@@ -121,7 +121,7 @@ def _whole_lines(figures: DoctorFigures) -> list[str]:
         f"One node of {2 * figures.cores} cores would serve {usual:.2f} times as many requests/s as the better of "
         f"both, in the median of these lengths ({min(ratios):.2f} to {max(ratios):.2f})"
     )
-    return [f"{told}: splitserve up --both 1" if usual >= MARGIN else told]
+    return [f"{told}: splitserve up --mixed 1" if usual >= MARGIN else told]
 
 
 def _range(each: PaysBetween, most_prompt_tokens: int) -> str:

@@ -1,4 +1,4 @@
-"""When one prefill node and one decode node serve more, or smoother, than the same two nodes that each do both.
+"""When one prefill node and one decode node serve more, or smoother, than the same two mixed nodes.
 
 Pure arithmetic over what one node of a machine costs. The assumptions:
 

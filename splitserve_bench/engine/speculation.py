@@ -39,7 +39,7 @@ from serving_core.node.costs import StepCosts, StepRates
 from serving_core.reasons import PROMPT_TOO_LONG
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
-from serving_core.shapes import BOTH, preset
+from serving_core.shapes import MIXED, preset
 from serving_node.scheduler import Limits, NodeScheduler
 from serving_node.step_loop import draft_model_of
 from splitserve.launch.models import Report
@@ -227,7 +227,7 @@ class _Node:
             BlockAllocator(engine.num_blocks, caching=False),
             engine.layout,
             limits,
-            preset(BOTH, max_num_batched_tokens=MAX_STEP_TOKENS, max_num_seqs=batch),
+            preset(MIXED, max_num_batched_tokens=MAX_STEP_TOKENS, max_num_seqs=batch),
             block_bytes=engine.layout.block_bytes,
             fingerprint=engine.fingerprint,
             numerics=engine.numerics,

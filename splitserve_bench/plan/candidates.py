@@ -1,6 +1,6 @@
 """Plans, and which of them are worth a simulation. Pure.
 
-A plan is what one cell runs: prefill nodes, decode nodes and nodes that do both, behind one coordinator. Cells are
+A plan is what one cell runs: prefill nodes, decode nodes and mixed nodes, behind one coordinator. Cells are
 equal and know nothing of each other: a load that is dealt to them at random leaves each the same kind of load, at its
 share of the rate. (Of Poisson arrivals exactly; of a trace as far as its shape does not depend on the rate.)
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from serving_core.shapes import BOTH, DECODE, PREFILL
+from serving_core.shapes import DECODE, MIXED, PREFILL
 from splitserve_bench.plan.loads import AskedLoad, Lengths
 from splitserve_bench.plan.nodes import AskedNodes, Machines, NodeKind
 from splitserve_bench.serve.metrics import Limits
@@ -29,7 +29,7 @@ HALVINGS: Final = 40
 ROUNDS: Final = 20
 FILL: Final = 1.5
 USUAL_TPOT_S: Final = 0.05  # where no limit says how long an answer may take
-LETTERS: Final = {PREFILL: "P", DECODE: "D", BOTH: "B"}
+LETTERS: Final = {PREFILL: "P", DECODE: "D", MIXED: "B"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,24 +168,24 @@ class Estimates:
         """Return the requests of which a node in this role does its part in a second."""
         if (role, kind) not in self._known:
             prompt_s = self._prompt_s(kind)
-            self._known[role, kind] = 1 / prompt_s if role == PREFILL else self._rate(kind, prompt_s * (role == BOTH))
+            self._known[role, kind] = 1 / prompt_s if role == PREFILL else self._rate(kind, prompt_s * (role == MIXED))
         return self._known[role, kind]
 
     def of(self, pools: Iterable[Pool]) -> float:
         """Return the requests a second of all; at least those of one that comes when the one before has ended."""
         pools = tuple(pools)
-        of_role: dict[str, float] = {PREFILL: 0.0, DECODE: 0.0, BOTH: 0.0}
+        of_role: dict[str, float] = {PREFILL: 0.0, DECODE: 0.0, MIXED: 0.0}
         for pool in pools:
             of_role[pool.role] += pool.count * self.requests_per_s(pool.role, pool.kind)
         lone_s = max(self._prompt_s(pool.kind) + self._output * _answers_s(pool.kind, 1, self._input) for pool in pools)
-        return max(1 / lone_s, min(of_role[PREFILL], of_role[DECODE]) + of_role[BOTH])
+        return max(1 / lone_s, min(of_role[PREFILL], of_role[DECODE]) + of_role[MIXED])
 
     def fill_s(self, pools: Sequence[Pool], rate: float) -> float:
         """Return how long it takes at this rate until as many requests decode as will: longer than a mean output, as
         the long ones are what piles up."""
         decoding = [pool for pool in pools if pool.role != PREFILL]
         of_each = rate / sum(pool.count for pool in decoding)
-        is_alone = all(pool.role == BOTH for pool in pools)
+        is_alone = all(pool.role == MIXED for pool in pools)
         return FILL * max(self._output_s(pool, of_each, is_alone) for pool in decoding)
 
     def _output_s(self, pool: Pool, rate: float, is_alone: bool) -> float:
@@ -233,7 +233,7 @@ def candidates(asked: Asked, machines: Machines, estimates: Estimates, longest_t
         [kind for kind in kinds if kind.hardware in names or not names]
         for names in (asked.nodes.prefill_hardware, asked.nodes.decode_hardware, asked.nodes.both_hardware)
     )
-    colocated = [(Pool(BOTH, kind, devices // kind.num_devices),) for kind in of_both if kind.num_devices <= devices]
+    colocated = [(Pool(MIXED, kind, devices // kind.num_devices),) for kind in of_both if kind.num_devices <= devices]
     promising = [*colocated, *_splits(of_prefill, of_decode, of_both, devices, estimates)]
 
     def promise(pools: tuple[Pool, ...]) -> float:
@@ -246,7 +246,7 @@ def candidates(asked: Asked, machines: Machines, estimates: Estimates, longest_t
     plans = [Plan(pools, devices, asked.nodes.gpus_per_host, names_hardware) for pools in ranked]
     plans = [plan for plan in plans if plan.fits()]
     chosen = plans[: asked.candidates]
-    if best := next((plan for plan in plans if plan.count_of(BOTH) and len(plan.pools) == 1), None):
+    if best := next((plan for plan in plans if plan.count_of(MIXED) and len(plan.pools) == 1), None):
         chosen = chosen if best in chosen else [*chosen[:-1], best]
     return chosen
 
@@ -258,7 +258,7 @@ def _splits(
     devices: int,
     estimates: Estimates,
 ) -> Iterator[tuple[Pool, ...]]:
-    """For each pair of kinds the numbers of nodes that promise most; and the best with one node that does both
+    """For each pair of kinds the numbers of nodes that promise most; and the best with one mixed node
     instead."""
     for prefill in of_prefill:
         for decode in of_decode:
@@ -278,4 +278,4 @@ def _with_one_of_both(pools: tuple[Pool, Pool], of_both: Sequence[NodeKind]) -> 
     for at, pool in enumerate(pools):
         if pool.count > 1 and pool.kind in of_both:
             fewer = Pool(pool.role, pool.kind, pool.count - 1)
-            yield (*pools[:at], fewer, *pools[at + 1 :], Pool(BOTH, pool.kind, 1))
+            yield (*pools[:at], fewer, *pools[at + 1 :], Pool(MIXED, pool.kind, 1))

@@ -224,7 +224,7 @@ output_options = options_of(
 def plan_command(
     context: click.Context, /, jobs: int, plot: Path | None, save_path: Path | None, as_json: bool, **flags: Any
 ) -> None:
-    """Find how to divide --gpus devices into prefill nodes, decode nodes and nodes that do both, and with how many
+    """Find how to divide --gpus devices into prefill nodes, decode nodes and mixed nodes, and with how many
     ranks each, for the most good requests a second: by simulation, with the decisions of the real coordinator and the
     real nodes."""
     if context.invoked_subcommand is not None:

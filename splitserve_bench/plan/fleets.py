@@ -12,7 +12,7 @@ from coordinator.settings import CoordinatorSettings
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
-from serving_core.shapes import BOTH, DECODE, PREFILL
+from serving_core.shapes import DECODE, MIXED, PREFILL
 from splitserve_bench.compare.search import MOST_SEEDS
 from splitserve_bench.plan.candidates import Plan
 from splitserve_bench.serve.metrics import Limits, effective_size
@@ -188,7 +188,7 @@ MOST_IN_FLIGHT: Final = 65_536  # answers at once, as far as the coordinator goe
 ENOUGH_TOKENS: Final = 64  # of an answer, which tell its pace
 PERCENTILE: Final = 0.9
 DIGITS: Final = 6  # of seconds
-ROLES: Final = (PREFILL, DECODE, BOTH)
+ROLES: Final = (PREFILL, DECODE, MIXED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from engine.micro_batches import num_micro_batches
 from engine.offload.residence import layers_elsewhere
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
-from serving_core.shapes import BOTH
+from serving_core.shapes import MIXED
 from serving_node.settings import NodeSettings
 from splitserve_bench.plan.hardware import CPU, DEVICES, LINK, Roofline, device_of, link_of
 from splitserve_bench.plan.model_sizes import ModelSizes, read_model_sizes
@@ -301,7 +301,7 @@ def _elsewhere_bytes(memory_bytes: int, model: ModelSizes, tp: int, pp: int) -> 
 
 def _sizes(asked: AskedNodes, model: ModelSizes, hardware: str, memory_bytes: int, tp: int, pp: int) -> NodeSizes:
     told = NodeSettings(max_num_batched_tokens=asked.max_num_batched_tokens, max_num_seqs=asked.max_num_seqs)
-    node = told.resolved(BOTH, CPU if hardware == CPU else "cuda")
+    node = told.resolved(MIXED, CPU if hardware == CPU else "cuda")
     block_size = EngineSettings().block_size
     weight_bytes = model.rank_weight_bytes(tp, pp)
     if asked.weights_memory_bytes:

@@ -99,14 +99,14 @@ rates_option = click.option(
 fleet_options = options_of(
     node_count("prefill", "Prefill nodes."),
     node_count("decode", "Decode nodes."),
-    node_count("both", "Nodes that do both."),
+    node_count("mixed", "Mixed nodes."),
     *map(coordinator_option, ("roles", "policy", "admission", "remote_prefix_fetch")),
     click.option(
         "--nodes-per-machine",
         default=2,
         show_default=True,
         type=click.IntRange(1),
-        help="How many share one, in the order prefill, decode, both: where the profile says so, a node is faster "
+        help="How many share one, in the order prefill, decode, mixed: where the profile says so, a node is faster "
         "while its neighbours rest.",
     ),
     send_limits_option(default=True),
@@ -127,7 +127,7 @@ def simulate_command(
     profile_path: Path,
     prefill: int,
     decode: int,
-    both: int,
+    mixed: int,
     roles: str,
     policy: str,
     admission: str,
@@ -142,7 +142,7 @@ def simulate_command(
     from splitserve_bench.simulate.fleet import FleetSize
     from splitserve_bench.simulate.profile import read_profile
 
-    size = FleetSize(prefill, decode, both, roles, policy, admission, remote_prefix_fetch, nodes_per_machine)
+    size = FleetSize(prefill, decode, mixed, roles, policy, admission, remote_prefix_fetch, nodes_per_machine)
     size.check()
     if len(request_rates) > 1 and (flags["result_filename"] or flags["plots"]):
         raise SettingsError("--result-filename and --plots are of one load: give one --request-rate with them")

@@ -16,7 +16,7 @@ from coordinator.settings import ADMIT_ALL, CoordinatorSettings
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError, SettingsError
 from serving_core.requests import SamplingParams
-from serving_core.shapes import BOTH, DECODE, PREFILL
+from serving_core.shapes import DECODE, MIXED, PREFILL
 from splitserve_bench.serve.records import (
     KEPT,
     REFUSALS,
@@ -176,7 +176,7 @@ class FleetSize:
 
     prefill: int
     decode: int
-    both: int = 0
+    mixed: int = 0
     roles: str = FIXED
     policy: str = AUTO
     admission: str = ADMIT_ALL
@@ -184,7 +184,7 @@ class FleetSize:
     nodes_per_machine: int = NODES_PER_MACHINE
 
     def __str__(self) -> str:
-        counts = {"P": self.prefill, "D": self.decode, "B": self.both}
+        counts = {"P": self.prefill, "D": self.decode, "B": self.mixed}
         name = "+".join(f"{count}{letter}" for letter, count in counts.items() if count)
         others = ((self.roles, FIXED), (self.policy, AUTO), (self.admission, ADMIT_ALL))
         prefix_sends = [] if self.remote_prefix_fetch == FETCH_AUTO else [f"lending_{self.remote_prefix_fetch}"]
@@ -200,16 +200,16 @@ class FleetSize:
 
     def check(self) -> None:
         """Raises SettingsError for a fleet that could not answer."""
-        if not 0 < self.prefill + self.decode + self.both <= MOST_NODES:
-            raise SettingsError(f"a fleet has 1 to {MOST_NODES} nodes, not {self.prefill + self.decode + self.both}")
+        if not 0 < self.prefill + self.decode + self.mixed <= MOST_NODES:
+            raise SettingsError(f"a fleet has 1 to {MOST_NODES} nodes, not {self.prefill + self.decode + self.mixed}")
         if self.nodes_per_machine < 1:
             raise SettingsError(f"a machine has 1 node or more, not {self.nodes_per_machine}")
-        if not (self.prefill + self.both and self.decode + self.both):
+        if not (self.prefill + self.mixed and self.decode + self.mixed):
             raise SettingsError(f"{self} cannot answer: some node has to prefill and some to decode")
 
     def nodes(self) -> list[tuple[str, str]]:
         """The name of each node, and the role that it begins in."""
-        counts = {PREFILL: self.prefill, DECODE: self.decode, BOTH: self.both}
+        counts = {PREFILL: self.prefill, DECODE: self.decode, MIXED: self.mixed}
         return [(f"{role}-{index}", role) for role, count in counts.items() for index in range(count)]
 
 

@@ -27,7 +27,7 @@ ROLE_OF_PACKAGE: Final = {
     "coordinator": "coordinator",
     "prefill_node": "prefill",
     "decode_node": "decode",
-    "serving_node": "both",
+    "serving_node": "mixed",
 }
 _BRACKETS: Final = re.compile(r"\[([^][]*)\]")
 _ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)=.*", re.DOTALL)

@@ -83,10 +83,10 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     ),
     (r"splitserve up MODEL --lora", By(_SYSTEM + "test_lora.py::test_a_mixed_batch")),
     (r"splitserve generate \.\.\. --model", By(_SYSTEM + "test_lora.py::test_the_http_api_server")),
-    (r"splitserve up (MODEL )?--both", By(_LAUNCHER + "test_a_cluster_of_nodes_that_do_both_serves")),
+    (r"splitserve up (MODEL )?--mixed", By(_LAUNCHER + "test_a_cluster_of_nodes_that_do_both_serves")),
     (
-        r"splitserve up MODEL --prefill 1 --both",
-        By(_SYSTEM + "test_both.py::test_it_serves_with_a_prefill_node_and_without_it"),
+        r"splitserve up MODEL --prefill 1 --mixed",
+        By(_SYSTEM + "test_mixed.py::test_it_serves_with_a_prefill_node_and_without_it"),
     ),
     (r"splitserve up MODEL .*-pp ", By(_SYSTEM + "test_stages.py::test_answers_equal_transformers")),
     (r"splitserve up MODEL --prefill-tp", By(_SYSTEM + "test_tensor_parallel.py::test_answers_equal_transformers")),
@@ -115,12 +115,12 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     ),
     (r"torchrun ", By(_SYSTEM + "test_tensor_parallel.py::test_ranks_started_together_as_torchrun_does")),
     (
-        r"splitserve (coordinator|prefill|decode|both) .*--tls",
+        r"splitserve (coordinator|prefill|decode|mixed) .*--tls",
         By(_SYSTEM + "test_tls.py::test_whole_answers_over_grpc_and_http"),
     ),
     (r"splitserve coordinator FILE", By(_LAUNCHER + "test_a_role_becomes_the_process_of_its_room")),
     (
-        r"splitserve (coordinator|prefill|decode|both) ",
+        r"splitserve (coordinator|prefill|decode|mixed) ",
         By(_SYSTEM + "test_hosts.py::test_the_answers_are_those_of_one_machine"),
     ),
     (r"(splitserve generate|curl) .*ca\.crt", By(_SYSTEM + "test_tls.py::test_the_command_line_asks_over_tls")),

@@ -47,7 +47,7 @@ def test_the_index_has_every_page():
 
 def test_every_setting_is_in_the_configuration_with_its_variable():
     page = settings_table.SETTINGS_PAGE.read_text()
-    for name in ("up", "coordinator", "prefill", "decode", "both"):
+    for name in ("up", "coordinator", "prefill", "decode", "mixed"):
         command = dict(settings_table.all_commands())[name]
         for option in command.params:
             if not isinstance(option, Option) or option.name == "config":
@@ -68,7 +68,7 @@ def test_every_library_has_a_reason():
 
 def test_every_command_has_a_part():
     parts = set(re.findall(r"^## splitserve (.+)$", settings_table.COMMANDS_PAGE.read_text(), re.MULTILINE))
-    with_settings = {"up", "coordinator", "prefill", "decode", "both"}
+    with_settings = {"up", "coordinator", "prefill", "decode", "mixed"}
     assert parts | with_settings == {name for name, _ in settings_table.all_commands()} >= set(COMMANDS)
 
 

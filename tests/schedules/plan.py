@@ -13,11 +13,11 @@ from tests.schedules.model import VOCAB_SIZE
 from tests.schedules.node import BLOCK_SIZE, Sizes
 
 FLEETS = (
-    ("prefill", "decode"), ("both",), ("both", "both"), ("prefill", "both"), ("decode", "both"),
-    ("prefill", "decode", "decode"), ("prefill", "prefill", "decode"), ("prefill", "decode", "both"),
-    ("prefill", "prefill", "decode", "decode"), ("both", "both", "both"), ("prefill", "decode", "both", "both"),
+    ("prefill", "decode"), ("mixed",), ("mixed", "mixed"), ("prefill", "mixed"), ("decode", "mixed"),
+    ("prefill", "decode", "decode"), ("prefill", "prefill", "decode"), ("prefill", "decode", "mixed"),
+    ("prefill", "prefill", "decode", "decode"), ("mixed", "mixed", "mixed"), ("prefill", "decode", "mixed", "mixed"),
 )  # fmt: skip
-ROLES = ("prefill", "decode", "both")
+ROLES = ("prefill", "decode", "mixed")
 PATIENCE_S = 300.0  # of most clients: longer than anything may take, so that a deadline hides nothing
 FAULTS = {
     "kill": 3, "reset": 3, "block": 2, "pause": 2, "pause_coordinator": 1, "restart_coordinator": 1,

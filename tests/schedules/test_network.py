@@ -148,17 +148,17 @@ def begin(wires, process, make):
 
 
 def test_a_real_node_attaches_and_beats(wires):
-    process, other = wires.process(COORDINATOR), wires.process("both-0", ahead_s=77.0)
+    process, other = wires.process(COORDINATOR), wires.process("mixed-0", ahead_s=77.0)
     history = []
     settings = CoordinatorSettings()
     coordinator = begin(
         wires, process, lambda: SimulatedCoordinator(settings, wires.network, process, history.append, Random(0))
     )
     arguments = (SIZES, wires.network, other, history.append, Random(0))
-    node = begin(wires, other, lambda: SimulatedNode("both-0", "both", *arguments))
+    node = begin(wires, other, lambda: SimulatedNode("mixed-0", "mixed", *arguments))
     tasks = coordinator.start(wires.loop) + node.start(wires.loop)
     wires.run(until_s=30.0)
-    assert [each.name for each in coordinator.registry.nodes] == ["both-0"]
+    assert [each.name for each in coordinator.registry.nodes] == ["mixed-0"]
     assert wires.network.num_streams == 1
     assert not any(task.done() for task in tasks)
     assert node.is_quiet
@@ -177,7 +177,7 @@ def test_blocks_come_over_whatever_noise_there_is(noise, wires):
             wires,
             process := wires.process(name),
             lambda name=name, process=process: SimulatedNode(
-                name, "both", SIZES, wires.network, process, lambda event: None, Random(name)
+                name, "mixed", SIZES, wires.network, process, lambda event: None, Random(name)
             ),
         )
         for name in ("one", "other")

@@ -166,7 +166,7 @@ class Cluster:
         *,
         num_prefill: int = 1,
         num_decode: int = 1,
-        num_both: int = 0,
+        num_mixed: int = 0,
         ipc: bool = False,
         http: bool = False,
         env: Flags | None = None,
@@ -174,7 +174,7 @@ class Cluster:
         node: Flags | None = None,
         prefill: Flags | None = None,
         decode: Flags | None = None,
-        both: Flags | None = None,
+        mixed: Flags | None = None,
         coordinator_python: str = sys.executable,
         certs: Path | None = None,
         num_descriptors: int | None = None,
@@ -188,7 +188,7 @@ class Cluster:
         self.host = "127.0.0.1"  # where clients ask
         self.port, self.fleet_port = free_port(), free_port()
         self.http_port = free_port() if http else -1
-        numbers = {"prefill": num_prefill, "decode": num_decode, "both": num_both}
+        numbers = {"prefill": num_prefill, "decode": num_decode, "mixed": num_mixed}
         self.names = [f"{role}-{i}" for role, number in numbers.items() for i in range(number)]
         self.children: dict[str, Child] = {}
         # Not in `folder`: a socket's path may be no longer than 107 characters, and pytest's folders are deep.
@@ -200,7 +200,7 @@ class Cluster:
         self._coordinator_python = coordinator_python
         self._num_descriptors = num_descriptors
         self._start_deadline_s = start_deadline_s
-        self._role_flags = {"prefill": dict(prefill or {}), "decode": dict(decode or {}), "both": dict(both or {})}
+        self._role_flags = {"prefill": dict(prefill or {}), "decode": dict(decode or {}), "mixed": dict(mixed or {})}
         self._expected_to_die: set[int] = set()
         self._everyone: list[Child] = []
 
@@ -239,7 +239,7 @@ class Cluster:
         return self._start("coordinator", "coordinator", given, env)
 
     def start_node(self, name: str, *, env: Flags | None = None, **flags: object) -> Child:
-        """Starts prefill-N, decode-N or both-N; `flags` and `env` go over the cluster's."""
+        """Starts prefill-N, decode-N or mixed-N; `flags` and `env` go over the cluster's."""
         role = name.partition("-")[0]
         own = {"coordinator": f"127.0.0.1:{self.fleet_port}", "name": name}
         if self._sockets is not None:

@@ -209,7 +209,7 @@ def report_of(soak):
 def soak_of(folder, *, seconds, num_clients=12, seed=0):
     """The run, which has ended."""
     model = write_fake_model(folder / "model", step_s=0.005, token_s=0.0002)
-    numbers = {"num_prefill": 2, "num_decode": 2, "num_both": 1}
+    numbers = {"num_prefill": 2, "num_decode": 2, "num_mixed": 1}
     cluster = Cluster(
         model,
         folder,

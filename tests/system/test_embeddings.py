@@ -88,7 +88,7 @@ def _check_load(client, name, folder, kind):
 
 @pytest.fixture(scope="module")
 def cluster(start_cluster, models):
-    cluster = start_cluster(models["mean"], num_decode=0, num_both=1, http=True, node={"num_kv_blocks": 200})
+    cluster = start_cluster(models["mean"], num_decode=0, num_mixed=1, http=True, node={"num_kv_blocks": 200})
     yield cluster
     cluster.wait_all_free()
 

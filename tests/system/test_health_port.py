@@ -21,7 +21,7 @@ DEADLINE_S = 240.0
 STUCK_AT = 60  # which of its steps
 STUCK_S = 20.0  # within which a busy prober has to find it so
 STEP_AGES = ("splitserve_step_age_seconds", "splitserve_node_step_age_seconds")
-NODE = "both-0"
+NODE = "mixed-0"
 PROMPT = [5, 6, 7]
 
 
@@ -68,7 +68,7 @@ async def test_what_a_node_says_over_its_life(tmp_path):
     port, metrics_port = free_port(), free_port()
     model = write_fake_model(tmp_path / "model", step_s=0.02)
     flags = {"health_port": port, "metrics_port": metrics_port}
-    numbers = {"num_prefill": 0, "num_decode": 0, "num_both": 1}
+    numbers = {"num_prefill": 0, "num_decode": 0, "num_mixed": 1}
     cluster = Cluster(model, tmp_path, http=True, coordinator={"node_wait_s": DEADLINE_S}, **numbers)
     probes = Probes(cluster, port)
     try:

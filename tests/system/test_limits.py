@@ -17,10 +17,10 @@ PROMPT = list(range(40))
 CLASSES = ("loose=ttft:600000,tpot:600000", "hasty=tpot:0.001", "tight=ttft:1000x,tpot:1000x")
 
 
-@pytest.fixture(scope="module", params=few(["split", "both"]))
+@pytest.fixture(scope="module", params=few(["split", "mixed"]))
 def client(request, start_cluster, tmp_path_factory):
     model = write_fake_model(tmp_path_factory.mktemp("fake"), step_s=0.005)
-    roles = {"num_prefill": 0, "num_decode": 0, "num_both": 1} if request.param == "both" else {}
+    roles = {"num_prefill": 0, "num_decode": 0, "num_mixed": 1} if request.param == "mixed" else {}
     cluster = start_cluster(model, coordinator={"slo_class": CLASSES}, **roles)
     with Client(cluster.target, timeout_s=DEADLINE_S) as client:
         yield client
@@ -72,12 +72,12 @@ def test_a_priority_that_cannot_be_is_refused_with_the_limit(client):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("num_prefill", "num_both"), [(1, 1), (0, 1)])
-def test_what_would_be_late_is_refused_with_the_time_to_come_back(start_cluster, tmp_path, num_prefill, num_both):
+@pytest.mark.parametrize(("num_prefill", "num_mixed"), [(1, 1), (0, 1)])
+def test_what_would_be_late_is_refused_with_the_time_to_come_back(start_cluster, tmp_path, num_prefill, num_mixed):
     """A prompt of at least 50 ms, of which the first token is due in one, beside a long answer, as soon as nodes have
     told how fast they read. Nodes that have nothing to do refuse nobody."""
     model = write_fake_model(tmp_path / "fake", step_s=0.05, max_position_embeddings=8192)
-    roles = {"num_prefill": num_prefill, "num_decode": 0, "num_both": num_both}
+    roles = {"num_prefill": num_prefill, "num_decode": 0, "num_mixed": num_mixed}
     cluster = start_cluster(model, coordinator={"admission": "timely"}, http=True, **roles)
     with Client(cluster.target, timeout_s=DEADLINE_S) as client:
 
@@ -113,7 +113,7 @@ def test_a_more_important_prompt_is_read_before_one_that_came_earlier(start_clus
     sizes = {
         "num_prefill": 0,
         "num_decode": 0,
-        "num_both": 1,
+        "num_mixed": 1,
         "node": {"max_num_batched_tokens": 16, "max_num_seqs": 8},
     }
     cluster = start_cluster(model, coordinator={"slo_class": ("first=priority:-1",)}, **sizes)

@@ -75,7 +75,7 @@ async def test_all_roles_change_under_load(start_cluster, tmp_path, capsys):
     model = write_fake_model(tmp_path / "model", step_s=0.004, token_s=0.00002)
     node = {"num_kv_blocks": 150, "max_num_batched_tokens": 128, "max_num_seqs": 24, "credit_timeout_s": DEADLINE_S}
     node["descriptor_timeout_s"] = DEADLINE_S
-    cluster = start_cluster(model, num_prefill=1, num_decode=1, num_both=1, node=node)
+    cluster = start_cluster(model, num_prefill=1, num_decode=1, num_mixed=1, node=node)
     rng = random.Random(36)
     num_live, flips = [], []
     async with cluster.connect() as stub, AsyncClient(cluster.target) as client, asyncio.timeout(DEADLINE_S):
@@ -84,11 +84,11 @@ async def test_all_roles_change_under_load(start_cluster, tmp_path, capsys):
             for _ in range(NUM_LIVE):
                 askers.create_task(load.ask())
             await _until(lambda: len(load.asked) >= 10)
-            roles = dict(zip(cluster.names, ("prefill", "decode", "both"), strict=True))
+            roles = dict(zip(cluster.names, ("prefill", "decode", "mixed"), strict=True))
             while len(flips) < NUM_FLIPS:
-                name, role = rng.choice(cluster.names), rng.choice(["prefill", "decode", "both"])
+                name, role = rng.choice(cluster.names), rng.choice(["prefill", "decode", "mixed"])
                 others = {each for other, each in roles.items() if other != name} | {role}
-                if roles[name] == role or not ("both" in others or {"prefill", "decode"} <= others):
+                if roles[name] == role or not ("mixed" in others or {"prefill", "decode"} <= others):
                     continue
                 num_live.append(load.num_live)
                 assert (await client.set_role(name, role)).role == role
@@ -128,7 +128,7 @@ async def test_an_answer_that_moves_keeps_its_bits(
     """From one of two nodes to the other and back, whenever its node is told to write no more."""
     model = write_tiny_model(tmp_path / "model", dtype=dtype, max_position_embeddings=16384)
     options = {"node": {"kv_cache_dtype": kv_cache_dtype, "num_kv_blocks": 1600}, "coordinator": {"heartbeat_s": 0.05}}
-    cluster = start_cluster(model, num_prefill=0, num_decode=0, num_both=2, **options)
+    cluster = start_cluster(model, num_prefill=0, num_decode=0, num_mixed=2, **options)
     prompt = [random.Random(10).randrange(256) for _ in range(40)]
     question = {
         "prompt": prompt,
@@ -153,7 +153,7 @@ async def test_an_answer_that_moves_keeps_its_bits(
         for number in range(num_migrations):
             (at,) = await _until(lambda: _writers(cluster))
             other = names[1 - names.index(at)]
-            await client.set_role(other, "both")
+            await client.set_role(other, "mixed")
             await client.set_role(at, "prefill")
             await _until(lambda away=at: away not in _writers(cluster))
             num_tokens = len(migrating.answer.token_ids)

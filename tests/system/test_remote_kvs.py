@@ -19,7 +19,7 @@ POOL_TOKENS = 1024
 DTYPE = "float32"
 GREEDY = {"temperature": 0, "ignore_eos": True}
 NODE = {"num_kv_blocks": POOL_TOKENS // BLOCK_SIZE, "distributed_kv": True, "dtype": DTYPE}
-FOUR = {"num_prefill": 0, "num_decode": 0, "num_both": 4, "node": NODE}
+FOUR = {"num_prefill": 0, "num_decode": 0, "num_mixed": 4, "node": NODE}
 
 
 @pytest.fixture(scope="module")

@@ -20,14 +20,14 @@ NUM_ASKERS = 10
 # Every node becomes what it was not, so that in the middle the readers write and the writers read, and then it is again
 # what it was.
 FLIPS = [
-    ("prefill-0", "both"),
-    ("decode-0", "both"),
+    ("prefill-0", "mixed"),
+    ("decode-0", "mixed"),
     ("prefill-1", "decode"),
     ("decode-1", "prefill"),
     ("prefill-0", "decode"),
     ("decode-0", "prefill"),
-    ("prefill-0", "both"),
-    ("decode-0", "both"),
+    ("prefill-0", "mixed"),
+    ("decode-0", "mixed"),
     ("prefill-1", "prefill"),
     ("decode-1", "decode"),
     ("prefill-0", "prefill"),
@@ -114,7 +114,7 @@ async def test_every_role_is_flipped_and_flipped_back_under_load(start_cluster, 
 @pytest.mark.nightly
 async def test_a_node_that_is_made_to_do_both_serves_alone(start_cluster, tmp_path):
     cluster = start_cluster(write_fake_model(tmp_path / "model"))
-    await set_role(cluster, "decode-0", "both")
+    await set_role(cluster, "decode-0", "mixed")
     await set_role(cluster, "prefill-0", "decode")
     cluster.kill("prefill-0")
     async with cluster.connect() as stub:
@@ -123,5 +123,5 @@ async def test_a_node_that_is_made_to_do_both_serves_alone(start_cluster, tmp_pa
     assert cluster.is_serving()
     cluster.start_node("prefill-0")
     cluster.wait_complete()
-    assert {name: load.role for name, load in cluster.loads().items()} == {"decode-0": "both", "prefill-0": "prefill"}
+    assert {name: load.role for name, load in cluster.loads().items()} == {"decode-0": "mixed", "prefill-0": "prefill"}
     cluster.stop()

@@ -51,7 +51,7 @@ def model(tmp_path_factory):
 
 async def test_answers_that_move(start_cluster, model):
     node = {"num_kv_blocks": 3000, "max_num_seqs": 8}
-    options = {"num_prefill": 0, "num_decode": 0, "num_both": 2, "coordinator": {"heartbeat_s": 0.05}}
+    options = {"num_prefill": 0, "num_decode": 0, "num_mixed": 2, "coordinator": {"heartbeat_s": 0.05}}
     cluster = start_cluster(model, node=node, **options)
     schemas = _schemas(70)
     questions = _questions(schemas, 3500)
@@ -62,7 +62,7 @@ async def test_answers_that_move(start_cluster, model):
             await answering.tokens(5)
         from_node, to_node = cluster.names
         while not all(answering.has_ended for answering in streams):
-            await client.set_role(to_node, "both")
+            await client.set_role(to_node, "mixed")
             await client.set_role(from_node, "prefill")
             while cluster.loads()[from_node].num_running:
                 await asyncio.sleep(0.02)

@@ -263,7 +263,7 @@ def test_up_serves_over_tls_with_a_certificate_alone_and_with_a_ca(model, certs,
             "splitserve",
             "up",
             str(model),
-            flags={"grpc_port": port, "http_port": -1, "block_size": 8, "both": 1, **given},
+            flags={"grpc_port": port, "http_port": -1, "block_size": 8, "mixed": 1, **given},
             log=tmp_path / f"log-{number}",
             env={},
         )

@@ -181,7 +181,7 @@ def test_nodes_and_answers_whose_names_differ_at_their_ends_are_told_apart(tmp_p
     async def scenario():
         async with cluster(tmp_path, nodes=(), http_port=0) as c:
             for name in names:
-                await c.attach(name, role="both")
+                await c.attach(name, role="mixed")
             call = c.generate(request_id="an-id-that-a-client-has-made-up", n=2)
             seen = await asyncio.to_thread(looked_at, f"http://127.0.0.1:{c.server.http_port}")
             call.cancel()

@@ -14,7 +14,7 @@ TRANSFER_S = 0.03
 STEP_S, STEP_PER_REQUEST_S = 0.02, 0.001
 NEVER_S = 1e6
 VOCAB_SIZE = 1000
-ROLES = {"p": "prefill", "d": "decode", "b": "both"}
+ROLES = {"p": "prefill", "d": "decode", "b": "mixed"}
 
 
 @dataclass(frozen=True)

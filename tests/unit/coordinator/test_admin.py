@@ -29,7 +29,7 @@ def set_role(c, node, role=None, shape=None):
 def test_a_role_is_set_when_the_node_has_confirmed_it(tmp_path):
     async def scenario():
         async with cluster(tmp_path, nodes=("p0", "d0")) as c:
-            call = set_role(c, "d0", role="both")
+            call = set_role(c, "d0", role="mixed")
             shape = events.shape(512, 64, accepts_transfers=True)
             assert (await c.nodes["d0"].command("reshape")).shape == shape
             await c.nodes["d0"].send(events.heartbeat())  # that was under way
@@ -37,9 +37,9 @@ def test_a_role_is_set_when_the_node_has_confirmed_it(tmp_path):
             assert not call.done()
             await c.nodes["d0"].send(events.heartbeat(shape=shape, num_steps=7))
             node = (await call).node
-            assert (node.name, node.role, node.shape, node.num_steps) == ("d0", "both", shape, 7)
+            assert (node.name, node.role, node.shape, node.num_steps) == ("d0", "mixed", shape, 7)
             [load, _] = (await c.stub.GetLoads(inference_pb2.GetLoadsRequest())).nodes
-            assert (load.role, load.shape) == ("both", shape)
+            assert (load.role, load.shape) == ("mixed", shape)
             [info, _] = (await c.stub.GetServerInfo(inference_pb2.GetServerInfoRequest())).nodes
             assert info.role == "decode"  # what it has begun as
 
@@ -65,10 +65,10 @@ SHAPES = {"over": events.shape(513, 0, accepts_transfers=False), "none": events.
 
 
 IMPOSSIBLE_ROLES = [
-    ("d7", {"role": "both"}, "NOT_FOUND", "NODE_NOT_FOUND", "no node 'd7' is attached"),
-    ("", {"role": "both"}, "NOT_FOUND", "NODE_NOT_FOUND", "no node '' is attached"),
+    ("d7", {"role": "mixed"}, "NOT_FOUND", "NODE_NOT_FOUND", "no node 'd7' is attached"),
+    ("", {"role": "mixed"}, "NOT_FOUND", "NODE_NOT_FOUND", "no node '' is attached"),
     ("d0", {}, "INVALID_ARGUMENT", "BAD_PARAM", "role or shape must be set"),
-    ("d0", {"role": "x"}, "INVALID_ARGUMENT", "BAD_PARAM", "a role is prefill, decode or both, not 'x'"),
+    ("d0", {"role": "x"}, "INVALID_ARGUMENT", "BAD_PARAM", "a role is prefill, decode or mixed, not 'x'"),
     (
         "d0",
         {"shape": SHAPES["over"]},
@@ -117,7 +117,7 @@ def test_a_node_that_does_not_confirm_ends_the_call(tmp_path, monkeypatch, how):
 
     async def scenario():
         async with cluster(tmp_path, nodes=("p0", "d0")) as c:
-            call = set_role(c, "d0", role="both")
+            call = set_role(c, "d0", role="mixed")
             await c.nodes["d0"].command("reshape")
             if how == "lost":
                 await c.nodes["d0"].hang_up()
@@ -133,7 +133,7 @@ def test_a_node_that_refuses_a_shape_ends_the_call_and_has_its_line(tmp_path, mo
 
     async def scenario():
         async with cluster(tmp_path, nodes=("p0", "d0")) as c:
-            call = set_role(c, "d0", role="both")
+            call = set_role(c, "d0", role="mixed")
             await c.nodes["d0"].command("reshape")
             await c.nodes["d0"].send(events.failed(fleet_pb2.Attempt(), "BAD_PARAM", "slots of a shape is 64"))
             assert (await refusal_of(call))[0] is grpc.StatusCode.DEADLINE_EXCEEDED

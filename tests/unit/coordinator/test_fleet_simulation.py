@@ -100,7 +100,7 @@ def test_auto_helps_where_prompts_pile_up_and_leaves_alone_what_does_well():
     fixed_s, no_flips = times(FIXED, heavy)
     auto_s, flips = times(AUTO, heavy)
     assert no_flips == []
-    assert [role for _, role in flips[:2]] == ["both", "both"]
+    assert [role for _, role in flips[:2]] == ["mixed", "mixed"]
     assert auto_s < 0.5 * fixed_s
     assert times(AUTO, light) == (times(FIXED, light)[0], [])
 

@@ -194,7 +194,7 @@ def test_what_is_the_operators_takes_their_key_where_they_have_one(tmp_path):
         ui, models = [(await client.get(path, headers=headers)).status_code for path in ("/ui/overview", "/v1/models")]
         calls = (
             c.admin.GetOverview(inference_pb2.GetOverviewRequest(), metadata=tuple(headers.items())),
-            c.admin.SetRole(inference_pb2.SetRoleRequest(node="d7", role="both"), metadata=tuple(headers.items())),
+            c.admin.SetRole(inference_pb2.SetRoleRequest(node="d7", role="mixed"), metadata=tuple(headers.items())),
             c.stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), metadata=tuple(headers.items())),
         )
         return ui, models, [await code_of(call) for call in calls]

@@ -271,7 +271,7 @@ def test_steps_count_as_long_as_they_rarely_are(fleet, decode_margin, num_answer
 
 
 def test_prompts_that_are_never_due_are_nothing_to_wait_for(fleet):
-    b0 = fleet.add("b0", role="both")
+    b0 = fleet.add("b0", role="mixed")
     fleet.awaits(b0, 0.04, 10)
     fleet.ledger.prefill("1", b0, 10_000)
     assert fleet.late(b0, Due(NOW + 2, 0.04)).prefill_wait_s() == 0.0
@@ -283,7 +283,7 @@ def test_prompts_that_are_never_due_are_nothing_to_wait_for(fleet):
 def test_a_node_with_too_many_answers_says_when_those_ahead_and_this_one_find_places(fleet, num_ahead, num_steps):
     """Ten of 30.5 ms, in steps of 30 ms: there is no time for one more, prompt or not. The first to wait has the place
     of the answer that ends first, and so on."""
-    b0 = fleet.add("b0", role="both")
+    b0 = fleet.add("b0", role="mixed")
     for num_left in (*[40] * 4, 90, 90, *[200] * 4):
         fleet.writes(b0, 0.0305, num_output=1000, ago_s=10.0, num_left=num_left)
     due = Due(NOW + 9, 0.05)
@@ -453,7 +453,7 @@ TIGHT_S = 0.030  # keeps steps of ten answers
 
 @pytest.mark.parametrize(("num_answers", "is_crowded"), [(0, False), (9, False), (10, True)])
 def test_a_node_takes_as_many_answers_as_a_step_within_the_tightest_limit_holds(fleet, num_answers, is_crowded):
-    node = fleet.add("b-0", role="both")
+    node = fleet.add("b-0", role="mixed")
     for _ in range(num_answers):
         fleet.writes(node, TIGHT_S, num_output=1000, ago_s=10.0, num_left=10)
     late = fleet.late(node, Due(NOW + 9.0, 0.050))
@@ -465,7 +465,7 @@ def test_a_node_takes_as_many_answers_as_a_step_within_the_tightest_limit_holds(
 
 @pytest.mark.parametrize(("num_tokens", "is_crowded"), [(10, True), (1000, False)])
 def test_answers_that_end_before_others_are_read_are_not_there_at_one_time(fleet, num_tokens, is_crowded):
-    node = fleet.add("b-0", role="both")
+    node = fleet.add("b-0", role="mixed")
     for _ in range(9):
         fleet.writes(node, TIGHT_S, num_output=1000, ago_s=10.0, num_left=10)
     fleet.reads(node, num_tokens, 9.0, node, TIGHT_S)  # ten tokens, 0.3 s, and 0.1 s for the request's own prompt
@@ -473,7 +473,7 @@ def test_answers_that_end_before_others_are_read_are_not_there_at_one_time(fleet
 
 
 def test_a_limit_that_no_step_keeps_bounds_nothing(fleet):
-    node = fleet.add("b-0", role="both")
+    node = fleet.add("b-0", role="mixed")
     for _ in range(20):
         fleet.writes(node, 0.005, num_left=10)
     assert fleet.late(node, Due(NOW + 9.0, 0.060)).tpot_ratio(BEGINS_S) <= 1.0

@@ -25,7 +25,7 @@ def registry():
     return Registry(events.MODEL, node_timeout_s=3.0, step_timeout_s=60.0)
 
 
-def admit(registry, name, role="both", *, num_tokens=112, **fields):
+def admit(registry, name, role="mixed", *, num_tokens=112, **fields):
     hello = events.hello(name, role, **{"num_blocks": 10, "max_model_len": 400, **fields}).hello
     if num_tokens:
         host = fleet_pb2.KVHolder(address=f"{name}:1", key=KEY)
@@ -146,7 +146,7 @@ def test_no_policy_divides_a_long_request(registry, policy, num_prompt, num_toke
 
 @pytest.mark.parametrize("offer", [{"num_tokens": POOL + 1}, {"host": {"address": "a:1", "key": b"short"}}])
 def test_an_offer_that_cannot_be(registry, offer):
-    hello = events.hello("a", "both", num_blocks=10).hello
+    hello = events.hello("a", "mixed", num_blocks=10).hello
     hello.remote_kvs.CopyFrom(fleet_pb2.HolderOffer(**offer))
     with pytest.raises(RequestError):
         registry.admit(hello, 0.0)

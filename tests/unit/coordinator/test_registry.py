@@ -46,7 +46,7 @@ def test_the_shape_of_a_node_is_what_it_has_confirmed_and_its_role_follows(regis
     registry.heartbeat(node, heartbeat(), 1.0)  # of one that has not said anything of it
     assert node.shape == DECODE
     registry.heartbeat(node, heartbeat(shape=shape_to_wire(BOTH)), 2.0)
-    assert (node.role, node.load.role, node.usable) == ("both", "both", BOTH)
+    assert (node.role, node.load.role, node.usable) == ("mixed", "mixed", BOTH)
     assert node.hello.node.role == "decode"
 
 

@@ -99,10 +99,10 @@ class World:
 def test_a_role_or_a_shape_is_asked_for_and_counts_once_it_is_confirmed():
     world = World("p0", "p1", "d0", "d1")
     world.deaf = {"p0"}
-    assert world.ask("p0", "both") == BOTH
+    assert world.ask("p0", "mixed") == BOTH
     assert (world.node("p0").role, world.node("p0").usable) == ("prefill", PREFILL)
     world.beat(world.node("p0"), shape=shape_to_wire(BOTH))
-    assert (world.node("p0").role, world.node("p0").usable) == ("both", BOTH)
+    assert (world.node("p0").role, world.node("p0").usable) == ("mixed", BOTH)
     assert world.ask("d0", Shape(0, 3, False)) == Shape(0, 3, False)
     assert world.node("d0").shape == Shape(0, 3, False)
 
@@ -127,7 +127,7 @@ def test_a_node_that_is_lost_before_it_confirms_is_forgotten():
     """While one is to confirm, no other is asked."""
     world = World("p0", "d0", "d1", policy=AUTO)
     world.deaf = {"d0"}
-    world.ask("d0", "both")
+    world.ask("d0", "mixed")
     world.registry.lose(world.node("d0"))
     world.queue("p0", 1e6)
     assert LASTS_S + 2 * TICK_S < CONFIRM_S
@@ -137,8 +137,8 @@ def test_a_node_that_is_lost_before_it_confirms_is_forgotten():
 @pytest.mark.parametrize(
     ("names", "name", "to", "reason", "message"),
     [
-        ("p0 d0", "x" * 200, "both", "NODE_NOT_FOUND", f"no node '{'x' * 80}' is attached"),
-        ("p0 d0", "p0", "decode_node", "BAD_PARAM", "a role is prefill, decode or both, not 'decode_node'"),
+        ("p0 d0", "x" * 200, "mixed", "NODE_NOT_FOUND", f"no node '{'x' * 80}' is attached"),
+        ("p0 d0", "p0", "decode_node", "BAD_PARAM", "a role is prefill, decode or mixed, not 'decode_node'"),
         ("p0 d0", "p0", Shape(513, 0, False), "BAD_PARAM", "prompt_tokens of a shape is 513, the node's"),
         ("p0 d0", "p0", Shape(0, 9, False), "BAD_PARAM", "slots of a shape is 9, the node's max_num_seqs is 8"),
         ("p0 d0", "p0", Shape(0, 0, False), "BAD_PARAM", "a shape needs prompt_tokens or slots above 0"),
@@ -179,7 +179,7 @@ def test_a_node_that_stops_takes_no_role():
     world.beat(world.node("d1"), state="draining")
     world.registry.drain(world.node("d1"))
     with pytest.raises(RequestError, match="node d1 is stopping, and takes no role any more"):
-        world.ask("d1", "both")
+        world.ask("d1", "mixed")
     assert world.told == []
     assert not world.node("d1").is_ready
 
@@ -200,7 +200,7 @@ def test_every_role_can_be_flipped_there_and_back_and_there_is_always_a_way():
     world, rng = World("p0", "p1", "d0", "d1"), random.Random(5)
     num_flips = 0
     for _ in range(300):
-        name, role = rng.choice(["p0", "p1", "d0", "d1"]), rng.choice(["prefill", "decode", "both"])
+        name, role = rng.choice(["p0", "p1", "d0", "d1"]), rng.choice(["prefill", "decode", "mixed"])
         with contextlib.suppress(RequestError):
             num_flips += world.ask(name, role) is not None
         assert any(node.usable.reads for node in world.registry.nodes)
@@ -383,7 +383,7 @@ def test_what_an_operator_makes_of_a_node_that_is_lent_is_its_home_though_it_is_
     world = World("p0", "d0", policy=AUTO)
     waiting = world.queue("p0", 5000)
     assert world.wait(LASTS_S + TICK_S) == [("d0", BOTH)]
-    assert world.ask("d0", "both") == BOTH
+    assert world.ask("d0", "mixed") == BOTH
     assert world.temporary == [True, False]
     world.ledger.end(waiting)
     assert world.wait(100.0) == []

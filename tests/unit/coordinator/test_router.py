@@ -123,7 +123,7 @@ def test_a_request_longer_than_a_node_allows_does_not_fit(registry, ledger):
 )
 def test_a_path_is_a_node_that_does_both_or_one_that_takes_what_another_reads(registry, shapes, expected):
     for index, shape in enumerate(shapes):
-        admit(registry, f"n{index}", role="both", shape=shape)
+        admit(registry, f"n{index}", role="mixed", shape=shape)
     assert has_path(registry.nodes) is expected
     for node in registry.nodes:
         registry.drain(node)

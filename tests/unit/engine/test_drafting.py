@@ -12,7 +12,7 @@ from serving_core.node.blocks import BlockAllocator
 from serving_core.node.costs import StepCosts, StepRates
 from serving_core.requests import DraftWork, Request, SamplingParams, Share
 from serving_core.settings import EngineSettings
-from serving_core.shapes import BOTH, preset
+from serving_core.shapes import MIXED, preset
 from serving_node.scheduler import Limits, NodeScheduler
 from tests.tiny_models import write_fake_model, write_tiny_model
 from tests.unit.engine.test_acceptance import BLOCK_SIZE, SAMPLINGS
@@ -32,7 +32,7 @@ def read(engine, prompts, samplings, *, num_blocks, drafter=None):
         BlockAllocator(num_blocks, caching=False),
         engine.layout,
         Limits(BUDGET, SLOTS, 100, 1e9, 1e9, 4 if drafter else 0, model),
-        preset(BOTH, max_num_batched_tokens=BUDGET, max_num_seqs=SLOTS),
+        preset(MIXED, max_num_batched_tokens=BUDGET, max_num_seqs=SLOTS),
         block_bytes=1,
         fingerprint=engine.fingerprint,
         numerics=engine.numerics,

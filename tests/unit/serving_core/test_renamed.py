@@ -7,7 +7,8 @@ from click.testing import CliRunner
 from coordinator.settings import CoordinatorSettings
 from serving_core.figures import families, gauge
 from serving_core.flags import settings_command
-from serving_core.renamed import FLAGS, METRICS, rename_arguments, rename_keys, rename_variables
+from serving_core.renamed import FLAGS, METRICS, rename_arguments, rename_keys, rename_role, rename_variables
+from serving_core.shapes import preset
 
 WARNING = "Warning: {} is called {} now\n"
 
@@ -22,6 +23,17 @@ WARNING = "Warning: {} is called {} now\n"
 )
 def test_flags(given, expected):
     assert rename_arguments(given, str) == expected
+
+
+def test_a_role_has_its_old_name_as_a_command_and_as_a_value(capsys):
+    from splitserve.cli import main
+
+    context = click.Context(main)
+    name, command, _ = main.resolve_command(context, ["both", "m"])
+    assert (name, command) == ("mixed", main.get_command(context, "mixed"))
+    shape = preset("mixed", max_num_batched_tokens=8, max_num_seqs=4)
+    assert preset(rename_role("both"), max_num_batched_tokens=8, max_num_seqs=4) == shape
+    assert capsys.readouterr().err == 2 * WARNING.format("both", "mixed")
 
 
 def test_a_variable_under_its_new_name_wins():

@@ -10,7 +10,7 @@ LIMITS = {"max_num_batched_tokens": 512, "max_num_seqs": 64}
 
 @pytest.mark.parametrize(
     ("role", "shape"),
-    [("prefill", Shape(512, 0, False)), ("decode", Shape(0, 64, True)), ("both", Shape(512, 64, True))],
+    [("prefill", Shape(512, 0, False)), ("decode", Shape(0, 64, True)), ("mixed", Shape(512, 64, True))],
 )
 def test_a_role_is_a_preset_of_a_shape(role, shape):
     assert preset(role, **LIMITS) == shape
@@ -20,7 +20,7 @@ def test_a_role_is_a_preset_of_a_shape(role, shape):
 
 @pytest.mark.parametrize(
     ("shape", "role"),
-    [(Shape(1, 0, False), "prefill"), (Shape(0, 1, False), "decode"), (Shape(7, 1, False), "both")],
+    [(Shape(1, 0, False), "prefill"), (Shape(0, 1, False), "decode"), (Shape(7, 1, False), "mixed")],
 )
 def test_other_shapes_amount_to_a_role_too(shape, role):
     check_shape(shape, **LIMITS)
@@ -52,5 +52,5 @@ def test_a_shape_that_cannot_be_taken_is_one_sentence(shape, message):
 
 
 def test_an_unknown_role_is_one_sentence():
-    with pytest.raises(RequestError, match="a role is prefill, decode or both, not 'writer'"):
+    with pytest.raises(RequestError, match="a role is prefill, decode or mixed, not 'writer'"):
         preset("writer", **LIMITS)

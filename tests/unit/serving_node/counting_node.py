@@ -23,4 +23,4 @@ if __name__ == "__main__":
     from serving_node.process import node_command
 
     Engine.warm_up = _counting(Engine.warm_up)
-    node_command("both")()
+    node_command("mixed")()

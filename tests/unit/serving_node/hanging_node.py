@@ -23,4 +23,4 @@ if __name__ == "__main__":
     from serving_node.process import node_command
 
     Engine.step = _hang_or(Engine.step)
-    node_command("both")()
+    node_command("mixed")()

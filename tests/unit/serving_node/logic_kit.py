@@ -93,7 +93,7 @@ class Node(Ports):
         *,
         budget=64,
         slots=8,
-        role="both",
+        role="mixed",
         max_num_queued=100,
         caching=True,
         credit_timeout_s=30.0,

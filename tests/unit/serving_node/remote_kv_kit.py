@@ -42,7 +42,7 @@ class LongNode(Ports):
             self.allocator,
             LAYOUT,
             Limits(16, num_slots, 100, 30.0, 60.0, tile_tokens=tile),
-            preset("both", max_num_batched_tokens=16, max_num_seqs=num_slots),
+            preset("mixed", max_num_batched_tokens=16, max_num_seqs=num_slots),
             block_bytes=1,
             fingerprint=FINGERPRINT,
             numerics=HERE,

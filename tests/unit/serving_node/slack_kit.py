@@ -70,7 +70,7 @@ class Clocked(Ports):
             BlockAllocator(100_000, caching=False),
             LAYOUT,
             Limits(BUDGET, slots, 1000, 30.0, 60.0),
-            preset("both", max_num_batched_tokens=BUDGET, max_num_seqs=slots),
+            preset("mixed", max_num_batched_tokens=BUDGET, max_num_seqs=slots),
             block_bytes=BLOCK_BYTES,
             fingerprint=FINGERPRINT,
             numerics=HERE,

@@ -32,7 +32,7 @@ async def asked(port, *services):
 
 
 @pytest.mark.parametrize(
-    ("both", "live", "ready"),
+    ("node", "live", "ready"),
     [
         (Both(), SERVING, SERVING),
         (Both(is_attached=False), SERVING, NOT_SERVING),
@@ -40,8 +40,8 @@ async def asked(port, *services):
         (Both(is_stuck=True, is_attached=False), NOT_SERVING, NOT_SERVING),
     ],
 )
-async def test_live_is_who_is_not_stuck_and_ready_whom_the_coordinator_counts_on(both, live, ready):
-    async with health_port(NodeSettings(health_port=0), node_states(both, both)) as port:
+async def test_live_is_who_is_not_stuck_and_ready_whom_the_coordinator_counts_on(node, live, ready):
+    async with health_port(NodeSettings(health_port=0), node_states(node, node)) as port:
         assert await asked(port, "live", "ready", "") == [live, ready, ready]
 
 

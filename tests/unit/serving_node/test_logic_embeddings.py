@@ -7,7 +7,7 @@ from tests.toy_kv import answer_of
 from tests.unit.serving_node.logic_kit import BLOCK_SIZE, EMBEDDING, STEP_S, Node, prompt_of
 
 
-@pytest.mark.parametrize("role", ["prefill", "both", "decode"])
+@pytest.mark.parametrize("role", ["prefill", "mixed", "decode"])
 def test_a_prompt_is_read_in_chunks_and_nothing_is_left_of_it(role):
     node = Node(budget=8, role=role)
     node.prefill("a", 13, pooling=Pooling(MEAN))

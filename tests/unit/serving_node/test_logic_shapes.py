@@ -12,7 +12,7 @@ from tests.unit.serving_node.logic_kit import Node, prompt_of
 
 
 @pytest.mark.parametrize(
-    ("role", "shape"), [("prefill", (8, 0, False)), ("decode", (0, 3, True)), ("both", (8, 3, True))]
+    ("role", "shape"), [("prefill", (8, 0, False)), ("decode", (0, 3, True)), ("mixed", (8, 3, True))]
 )
 def test_a_node_tells_the_shape_that_it_begins_with(role, shape):
     load = Node(budget=8, slots=3, role=role).load

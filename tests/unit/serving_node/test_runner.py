@@ -334,7 +334,7 @@ async def test_a_new_shape_is_confirmed_at_once_and_kept_for_the_next_hello(tmp_
         shape = inference_pb2.Shape(prompt_tokens=32, slots=5, accepts_transfers=True)
         node.handle(reshape=fleet_pb2.Reshape(shape=shape))
         (beat,) = [event.heartbeat for event in node.events]
-        assert (beat.load.shape, beat.load.role) == (shape, "both")
+        assert (beat.load.shape, beat.load.role) == (shape, "mixed")
         hello = node.node.hello()
         assert (hello.shape, hello.home, hello.node.role) == (shape, shape, "decode")  # what it has begun with
         temporary = inference_pb2.Shape(prompt_tokens=16, slots=5)

@@ -42,4 +42,4 @@ def test_a_step_is_as_large_as_its_device_is_fast(told, device, sizes):
 )
 async def test_what_does_not_go_together_is_refused_before_anything_is_loaded(told, sentence):
     with pytest.raises(SettingsError, match=sentence):
-        await serve_node(NodeSettings(**told), "both", "a node without a model")
+        await serve_node(NodeSettings(**told), "mixed", "a node without a model")

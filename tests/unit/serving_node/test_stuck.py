@@ -240,7 +240,7 @@ async def test_a_stuck_node_leaves_the_fleet_until_its_step_has_ended_and_its_re
         node.on_event = partial(forward, link)
         attached = asyncio.create_task(link.run(node.node))
         await until_num_nodes(c, 1)
-        await c.admin.SetRole(inference_pb2.SetRoleRequest(node="b0", role="both"))
+        await c.admin.SetRole(inference_pb2.SetRoleRequest(node="b0", role="mixed"))
         ask = partial(c.generate, "hello", temperature=0, ignore_eos=True, max_tokens=4, timeout=100.0)
         for _ in range(2):
             await read_all(ask())

@@ -1,6 +1,6 @@
 """A coordinator or a node that never comes to the end of its start.
 
-`python -m tests.unit.splitserve.endless_load coordinator|both` takes the arguments of that command, and says on stderr
+`python -m tests.unit.splitserve.endless_load coordinator|mixed` takes the arguments of that command, and says on stderr
 when it loads.
 """
 
@@ -23,5 +23,5 @@ if __name__ == "__main__":
         from engine.engine import Engine
         from serving_node.process import node_command
 
-        Engine.warm_up, main = _load, node_command("both")
+        Engine.warm_up, main = _load, node_command("mixed")
     main()

@@ -148,12 +148,12 @@ def test_status_tells_the_sampling_defaults_in_force(run):
 @pytest.mark.parametrize(
     ("arguments", "asked", "said"),
     [
-        ("both", {"role": "both"}, "d0 is both now: 512 tokens + 64 slots"),
+        ("mixed", {"role": "mixed"}, "d0 is mixed now: 512 tokens + 64 slots"),
         ("prefill --prompt-tokens 9", {"shape": {"prompt_tokens": 9}}, "d0 is prefill now: 9 tokens"),
         (
-            "both --prompt-tokens 9 --slots 3",
+            "mixed --prompt-tokens 9 --slots 3",
             {"shape": {"prompt_tokens": 9, "slots": 3, "accepts_transfers": True}},
-            "d0 is both now: 9 tokens + 3 slots",
+            "d0 is mixed now: 9 tokens + 3 slots",
         ),
         (
             "decode --slots 3 --no-accepts-transfers",
@@ -173,17 +173,17 @@ def test_role_asks_for_a_role_or_for_a_shape(run, script, arguments, asked, said
 def test_the_key_may_be_in_a_file(run, script, tmp_path):
     file = tmp_path / "key"
     file.write_text("k\n")
-    assert run("role", "d0", "both", "--api-key-file", str(file)).exit_code == 0
+    assert run("role", "d0", "mixed", "--api-key-file", str(file)).exit_code == 0
     assert script.metadata[0]["authorization"] == "Bearer k"
-    result = run("role", "d0", "both", "--api-key-file", str(file), "--api-key", "k")
+    result = run("role", "d0", "mixed", "--api-key-file", str(file), "--api-key", "k")
     assert result.stderr.endswith("Error: --api-key and --api-key-file are both given: one is enough\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("both --slots 3", "--prompt-tokens must be given too for the role both"),
-        ("both --no-accepts-transfers", "--prompt-tokens must be given too for the role both"),
+        ("mixed --slots 3", "--prompt-tokens must be given too for the role mixed"),
+        ("mixed --no-accepts-transfers", "--prompt-tokens must be given too for the role mixed"),
         ("decode --prompt-tokens 3", "--prompt-tokens must not be given for the role decode"),
         ("prefill --prompt-tokens 3 --slots 3", "--slots must not be given for the role prefill"),
     ],

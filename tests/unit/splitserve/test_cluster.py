@@ -230,9 +230,9 @@ def test_paths_are_told_in_full_to_whoever_runs_in_another_folder(tmp_path, monk
     [
         ({}, "prefill-0 decode-0"),
         ({"prefill": 2}, "prefill-0 prefill-1 decode-0"),
-        ({"both": 2}, "both-0 both-1"),
-        ({"prefill": 1, "both": 1}, "prefill-0 both-0"),
-        ({"prefill": 0, "decode": 1, "both": 1}, "decode-0 both-0"),
+        ({"mixed": 2}, "mixed-0 mixed-1"),
+        ({"prefill": 1, "mixed": 1}, "prefill-0 mixed-0"),
+        ({"prefill": 0, "decode": 1, "mixed": 1}, "decode-0 mixed-0"),
     ],
 )
 def test_nodes_of_every_role_by_number(given, names, monkeypatch):
@@ -250,7 +250,7 @@ def test_nodes_of_every_role_by_number(given, names, monkeypatch):
         ({}, "prefill-0"),
         ({"prefill": 2}, "prefill-0 prefill-1"),
         ({"decode": 1}, "prefill-0 decode-0"),
-        ({"both": 2}, "both-0 both-1"),
+        ({"mixed": 2}, "mixed-0 mixed-1"),
     ],
 )
 def test_for_embeddings_nobody_has_to_write(given, names):
@@ -263,8 +263,8 @@ def test_for_embeddings_nobody_has_to_write(given, names):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"prefill": 0}, "nobody would read prompts: --prefill or --both must be above 0"),
-        ({"decode": 0}, "nobody would write answers: --decode or --both must be above 0"),
+        ({"prefill": 0}, "nobody would read prompts: --prefill or --mixed must be above 0"),
+        ({"decode": 0}, "nobody would write answers: --decode or --mixed must be above 0"),
     ],
 )
 def test_a_part_that_nobody_would_do_is_refused(given, message):

@@ -46,7 +46,7 @@ def test_a_hint_comes_instead_of_a_guess(name):
 def test_every_command_that_asks_a_server_says_where_its_ports_are():
     asking = [name for name in PATHS if "--server" in flags_of(name)]
     assert {"generate", "top", "drain", "run-batch", "serve"} <= set(asking)
-    for name in (*asking, "prefill", "decode", "both"):
+    for name in (*asking, "prefill", "decode", "mixed"):
         for flag in {"--port", "--grpc-port", "--http-port"} - flags_of(name):
             assert "HOST:PORT" in HINTS[name][flag], (name, flag)
 

@@ -128,14 +128,14 @@ def assert_gone(processes) -> None:
 
 
 def test_a_cluster_serves_survives_a_node_and_ends_by_ctrl_c(up, tmp_path):
-    cluster = up("--both", "2")
+    cluster = up("--mixed", "2")
     cluster.read_until("Ready")
     children = cluster.children()
-    assert set(children) == {"coordinator", "both-0", "both-1"}
+    assert set(children) == {"coordinator", "mixed-0", "mixed-1"}
     with Client(cluster.target) as client:
         assert client.model_info().served_model_name == "fake"
-        children["both-1"].kill()
-        cluster.read_until("both-1 was killed by SIGKILL")
+        children["mixed-1"].kill()
+        cluster.read_until("mixed-1 was killed by SIGKILL")
         chunks = list(client.generate([1, 2, 3], max_tokens=5, ignore_eos=True))
     assert sum(len(chunk.token_ids) for chunk in chunks) == 5
     children |= cluster.children()
@@ -327,10 +327,10 @@ def test_nodes_that_die_start_again_and_whoever_asks_meanwhile_waits(up):
 
 @pytest.mark.nightly
 def test_a_cluster_of_nodes_that_do_both_serves(up):
-    cluster = up("--both", "2")
+    cluster = up("--mixed", "2")
     cluster.read_until("Ready")
-    assert "2 both" in cluster.said
-    assert set(cluster.children()) == {"coordinator", "both-0", "both-1"}
+    assert "2 mixed" in cluster.said
+    assert set(cluster.children()) == {"coordinator", "mixed-0", "mixed-1"}
     with Client(cluster.target) as client:
         [*_, last] = client.generate([1, 2, 3], max_tokens=5, ignore_eos=True)
     assert last.completion.completion_tokens == 5

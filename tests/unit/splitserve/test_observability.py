@@ -59,9 +59,9 @@ ALERT_TESTS = {  # what promtool is to find, by rule: series as it writes them, 
         ({'splitserve_node_step_age_seconds{node="a"}': "40 55 70 85"}, "45s", ["a"]),
     ],
     "SplitServeNodesLost": [
-        ({'splitserve_nodes{instance="c",role="both"}': "4x8 3x20"}, "5m", ["c"]),
-        ({'splitserve_nodes{instance="c",role="both"}': "4x8 3x4 4x20"}, "5m", []),  # it is back
-        ({'splitserve_nodes{instance="c",role="both"}': "2x8 4x20"}, "5m", []),
+        ({'splitserve_nodes{instance="c",role="mixed"}': "4x8 3x20"}, "5m", ["c"]),
+        ({'splitserve_nodes{instance="c",role="mixed"}': "4x8 3x4 4x20"}, "5m", []),  # it is back
+        ({'splitserve_nodes{instance="c",role="mixed"}': "2x8 4x20"}, "5m", []),
     ],
 }
 

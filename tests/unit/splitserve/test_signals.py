@@ -119,7 +119,7 @@ def test_ctrl_c_while_a_process_of_a_cluster_is_imported_is_exit_code_130(room):
     end_interrupted(start_to_import(["nowhere"], "click", room))
 
 
-@pytest.mark.parametrize("room", ["coordinator", "both"])
+@pytest.mark.parametrize("room", ["coordinator", "mixed"])
 def test_ctrl_c_while_a_process_of_a_cluster_loads_is_exit_code_130_at_once(tmp_path, room):
     model = str(write_fake_model(tmp_path / "fake"))
     process = forked.popen("tests.unit.splitserve.endless_load", room, model, **PIPES, text=True)

@@ -2,7 +2,7 @@
 
 import json
 
-from serving_core.shapes import BOTH, DECODE, PREFILL
+from serving_core.shapes import DECODE, MIXED, PREFILL
 from splitserve_bench.plan.candidates import Asked, Plan, Pool
 from splitserve_bench.plan.loads import AskedLoad
 from splitserve_bench.plan.nodes import AskedNodes, machines_of
@@ -56,7 +56,7 @@ def plan_of(nodes, *counts, devices=8):
     kinds = machines_of(nodes).kinds
     pools = [
         Pool(role, kinds[count < 0], abs(count))
-        for role, count in zip((PREFILL, DECODE, BOTH), counts, strict=False)
+        for role, count in zip((PREFILL, DECODE, MIXED), counts, strict=False)
         if count
     ]
     return Plan(tuple(pools), devices, nodes.gpus_per_host)

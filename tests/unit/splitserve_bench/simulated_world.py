@@ -22,10 +22,10 @@ VOCAB_SIZE = 97
 TIMEOUT_S = 200.0
 SETTLE_S = 60.0
 SPREADS = (Spread((0.1, 0.9), (0.5, 2.0)), Spread((0.0, 0.9, 1.0), (0.9, 1.0, 4.0)), Spread((0.0, 1.0), (0.0, 1.0)))
-ROLES = ("prefill", "decode", "both")
+ROLES = ("prefill", "decode", "mixed")
 FLEETS = (
-    ("prefill", "decode"), ("both",), ("both", "both"), ("prefill", "both"), ("decode", "both"),
-    ("prefill", "decode", "decode"), ("prefill", "decode", "both", "both"),
+    ("prefill", "decode"), ("mixed",), ("mixed", "mixed"), ("prefill", "mixed"), ("decode", "mixed"),
+    ("prefill", "decode", "decode"), ("prefill", "decode", "mixed", "mixed"),
 )  # fmt: skip
 
 

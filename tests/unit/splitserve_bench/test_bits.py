@@ -79,7 +79,7 @@ WHATEVER = "whatever happened to an output"
 def node(*, history_free="no", batch_invariant="no", tp_size="1", kv_cache_dtype="bfloat16", **traits):
     engine = {"batch_invariant": batch_invariant, "tp_size": tp_size}
     return NodeInfo(
-        "n", "both", "1", {"kv_cache_dtype": kv_cache_dtype}, engine, {"history_free": history_free, **traits}
+        "n", "mixed", "1", {"kv_cache_dtype": kv_cache_dtype}, engine, {"history_free": history_free, **traits}
     )
 
 

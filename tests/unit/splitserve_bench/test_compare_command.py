@@ -68,7 +68,7 @@ def test_flags_of_the_clusters_are_read_as_up_reads_them():
 
 
 @pytest.mark.parametrize(
-    "text", ["dtype", "dtype=int1", "prefill=2", "grpc-port=1", "both=1", "nothing=1", "max-model-len=x"]
+    "text", ["dtype", "dtype=int1", "prefill=2", "grpc-port=1", "mixed=1", "nothing=1", "max-model-len=x"]
 )
 def test_other_flags_of_the_clusters_are_refused(text):
     with pytest.raises(SettingsError, match=f"--engine-flag {text}: "):

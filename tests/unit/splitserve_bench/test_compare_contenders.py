@@ -42,10 +42,10 @@ def test_on_two_cores():
         "peer vllm",
     ]
     one_node, two_nodes, apart, auto, _ = everyone
-    assert (one_node.prefill, one_node.decode, one_node.both) == (0, 0, 1)
-    assert (two_nodes.prefill, two_nodes.decode, two_nodes.both) == (0, 0, 2)
-    assert (apart.prefill, apart.decode, apart.both) == (1, 1, 0)
-    assert (auto.prefill, auto.decode, auto.both) == (0, 0, 2)
+    assert (one_node.prefill, one_node.decode, one_node.mixed) == (0, 0, 1)
+    assert (two_nodes.prefill, two_nodes.decode, two_nodes.mixed) == (0, 0, 2)
+    assert (apart.prefill, apart.decode, apart.mixed) == (1, 1, 0)
+    assert (auto.prefill, auto.decode, auto.mixed) == (0, 0, 2)
     assert dict(two_nodes.flags) == {"policy": "never"}
     assert dict(auto.flags) == {"admission": "timely"}
 
@@ -101,7 +101,7 @@ def flag(text):
 
 def test_further_clusters_have_flags_of_their_own():
     custom = parse_custom("least=1P+1b policy=least-loaded x=1", flag)
-    assert (custom.kind, custom.prefill, custom.decode, custom.both) == ("custom", 1, 0, 1)
+    assert (custom.kind, custom.prefill, custom.decode, custom.mixed) == ("custom", 1, 0, 1)
     assert custom.flags == (("policy", "least-loaded"), ("x", "1"))
     assert names(2, [], [PEER])[-1] == "peer vllm"
     assert [each.name for each in contenders(2, [], [PEER], [custom])][-2:] == ["least", "peer vllm"]

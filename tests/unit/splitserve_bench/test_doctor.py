@@ -245,7 +245,7 @@ def test_one_node_in_place_of_two():
         f"One node of 2 cores would serve {told} ({min(ratios):.2f} to {max(ratios):.2f})"
     )
     better = concluded((50,), part=0.25)
-    assert pays_lines(better)[-1].endswith("): splitserve up --both 1")
+    assert pays_lines(better)[-1].endswith("): splitserve up --mixed 1")
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_more_cores_than_there_are():
     [
         (8, (), "splitserve up 'my model' --prefill 1 --decode 1"),
         (0, (), "splitserve up 'my model' --prefill 1 --decode 1"),
-        (1, (), "splitserve up 'my model' --both 1"),
+        (1, (), "splitserve up 'my model' --mixed 1"),
         (2, ("--http-port",), r"splitserve up 'my model' --prefill 1 --decode 1 --http-port \d+"),
     ],
 )

@@ -88,7 +88,7 @@ class Watching(ApiServer):
 
 @pytest.mark.parametrize(
     ("counts", "writers"),
-    [((1, 1, 0), ["decode-0"]), pytest.param((0, 0, 2), ["both-0", "both-1"], marks=pytest.mark.nightly)],
+    [((1, 1, 0), ["decode-0"]), pytest.param((0, 0, 2), ["mixed-0", "mixed-1"], marks=pytest.mark.nightly)],
 )
 def test_the_account_has_what_the_pools_have(counts, writers):
     """Within a block for each answer, on average; counted for each request it would be many times as much."""

@@ -14,7 +14,7 @@ from tests.unit.splitserve_bench.simulate_kit import PROFILE, request
 
 pytestmark = pytest.mark.nightly
 
-# Where time is short, more is lost: two nodes that do both lose 4.5 points at 1.5 times the knee.
+# Where time is short, more is lost: two mixed nodes lose 4.5 points at 1.5 times the knee.
 MOST_LOST_TO_AGE = {0.8: 0.03, 1.5: 0.06}
 SEEDS_OF_AGE = 12
 # Nodes reckon with steps as long as all but a few have been, so that answers keep their limits: where prompts are read

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from engine.build import build_engine
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
-from serving_core.shapes import BOTH, DECODE, PREFILL
+from serving_core.shapes import DECODE, MIXED, PREFILL
 from splitserve.cli import main
 from splitserve_bench.plan.candidates import Plan, Pool
 from splitserve_bench.plan.fleets import JudgingClients, LinkedTransfers, run_clients
@@ -314,7 +314,7 @@ def test_a_measured_profile_is_simulated_as_by_splitserve_simulate(tmp_path):
     (kind,) = machines_of(paper_nodes(tmp_path)).kinds
     planned = [request(index, 60 + 7 * index, 4 + index % 3, 0.11 * index) for index in range(12)]
     for counts in ((1, 1, 0), (0, 0, 2), (2, 1, 1)):
-        pools = [Pool(role, kind, count) for role, count in zip((PREFILL, DECODE, BOTH), counts, strict=True) if count]
+        pools = [Pool(role, kind, count) for role, count in zip((PREFILL, DECODE, MIXED), counts, strict=True) if count]
         clients = JudgingClients(Agenda(), planned, Limits(), PROFILE.control.door_s, 0, 12, 12)
         run_clients(Plan(tuple(pools), sum(counts), 8), clients)
         outcomes = simulate(profile, FleetSize(*counts), planned, max_concurrency=None, request_timeout_s=600.0)
@@ -480,10 +480,10 @@ def test_the_commands_say_how_they_are_stored(folder):
     nodes = asked_nodes(model=str(folder), tp_sizes=(1,), quantization="int4", kv_cache_dtype="fp8_e4m3")
     study = study_of(asked(nodes, gpus=4))
     [kind] = study.machines.kinds
-    words = " ".join(commands_of(study, Plan((Pool(BOTH, kind, 1),), 4, 4)))
+    words = " ".join(commands_of(study, Plan((Pool(MIXED, kind, 1),), 4, 4)))
     assert "--quantization int4 --kv-cache-dtype fp8_e4m3" in words
     plain = study_of(asked(asked_nodes(model=str(folder), tp_sizes=(1,)), gpus=4))
-    words = " ".join(commands_of(plain, Plan((Pool(BOTH, plain.machines.kinds[0], 1),), 4, 4)))
+    words = " ".join(commands_of(plain, Plan((Pool(MIXED, plain.machines.kinds[0], 1),), 4, 4)))
     assert "--quantization" not in words
     assert "--kv-cache-dtype" not in words
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from coordinator.control.slo import Limit, parse_slo_classes
 from serving_core.errors import SettingsError
-from serving_core.shapes import BOTH, DECODE, PREFILL
+from serving_core.shapes import DECODE, MIXED, PREFILL
 from splitserve.commands import roles
 from splitserve.commands.serve import up
 from splitserve_bench.compare.search import MOST_SEEDS, Counted, Goal, plain, settle
@@ -54,7 +54,7 @@ def test_a_probe_counts_what_one_can_work_out(tmp_path):
     """On the machine of paper a lone request takes 4 + 2 + 22 ms to its first token, and 21 ms for each after it."""
     PROFILE.save(tmp_path / "profile.json")
     (kind,) = machines_of(paper_nodes(tmp_path)).kinds
-    plan = Plan((Pool(BOTH, kind, 1),), 1, 1)
+    plan = Plan((Pool(MIXED, kind, 1),), 1, 1)
     planned = [request(index, 20, 5, 10.0 * index) for index in range(10)]
 
     def played(ttft_ms, tpot_ms, attainment=0.9):
@@ -78,7 +78,7 @@ def test_an_answer_is_not_waited_for_once_its_pace_is_known(tmp_path):
     (kind,) = machines_of(paper_nodes(tmp_path)).kinds
     planned, limits = [request(0, 20, 400, 0.0)], Limits(tpot_s=0.0211)
     clients = JudgingClients(Agenda(), planned, limits, PROFILE.control.door_s, 0, 1, 1, ENOUGH_TOKENS)
-    run_clients(Plan((Pool(BOTH, kind, 1),), 1, 1), clients)
+    run_clients(Plan((Pool(MIXED, kind, 1),), 1, 1), clients)
     assert clients.agenda.now < 400 * 0.021 / 3
     clients.close()
     assert clients.judged[0].tpot_s == pytest.approx(0.021, rel=1.01 / ENOUGH_TOKENS)  # one token more or less
@@ -90,7 +90,7 @@ def test_a_fleet_that_is_late_before_it_is_full_is_not_filled(tmp_path):
     (kind,) = machines_of(paper_nodes(tmp_path)).kinds
     planned, limits = [request(index, 20, 1, 0.02 * index) for index in range(2000)], Limits(ttft_s=0.1)
     clients = JudgingClients(Agenda(), planned, limits, PROFILE.control.door_s, 1500, 50, 15, ENOUGH_TOKENS)
-    run_clients(Plan((Pool(BOTH, kind, 1),), 1, 1), clients)
+    run_clients(Plan((Pool(MIXED, kind, 1),), 1, 1), clients)
     assert (clients.is_early, len(clients.judged)) == (True, 50)
     assert sum(judged.is_good is False for judged in clients.judged) == 16
     assert clients.agenda.now < 0.02 * 1500
@@ -104,7 +104,7 @@ def test_an_answer_that_goes_on_at_the_end_is_judged_by_whole_tokens(tmp_path):
     planned = [request(index, 20, 5, 10.0 * index) for index in range(4)]
     planned += [request(4, 20, 50, 100.0), request(5, 20, 5, 100.0 + 2.9 * 0.021)]
     counts = {"rate": 0.1, "num_before": 0, "num_counted": 6, "door_s": PROFILE.control.door_s, "attainment": 0.9}
-    played = play(Plan((Pool(BOTH, kind, 2),), 2, 2), planned, Limits(tpot_s=0.022), **counts)
+    played = play(Plan((Pool(MIXED, kind, 2),), 2, 2), planned, Limits(tpot_s=0.022), **counts)
     assert (played.num_good, played.missed) == (6, {})
 
 
@@ -116,7 +116,7 @@ def test_a_probe_that_ends_early_is_no_pass(tmp_path, attainment):
     planned = [request(index, 20, 5, 10.0 * index) for index in range(40)]
     nobody = Limits(ttft_s=0.001)
     counts = {"rate": 0.1, "num_before": 0, "num_counted": 40, "door_s": PROFILE.control.door_s}
-    played = play(Plan((Pool(BOTH, kind, 1),), 1, 1), planned, nobody, attainment=attainment, **counts)
+    played = play(Plan((Pool(MIXED, kind, 1),), 1, 1), planned, nobody, attainment=attainment, **counts)
     assert (played.num_good + (MOST_SEEDS - 1) * 40) / (MOST_SEEDS * 40) < attainment or played.num_good == 0
 
 
@@ -199,7 +199,7 @@ def test_what_is_asked_goes_to_other_processes_and_back(nodes):
 
 def test_a_colocated_plan_is_always_tried(nodes):
     study = study_of(asked(nodes, gpus=4, candidates=2))
-    assert any(plan.count_of(BOTH) == sum(pool.count for pool in plan.pools) for plan in study.plans)
+    assert any(plan.count_of(MIXED) == sum(pool.count for pool in plan.pools) for plan in study.plans)
     assert all(plan.num_devices <= 4 for plan in study.plans)
 
 
@@ -362,7 +362,7 @@ def test_the_commands_of_a_plan_say_what_has_no_room(nodes):
     )  # two ranks hold 82 MB each
     mixed = Plan((Pool(PREFILL, one, 1), Pool(DECODE, two, 1)), 4, 4)
     assert f"--weights-memory-bytes {held_bytes}" in " ".join(commands_of(study, mixed))
-    assert "--weights-memory-bytes" not in " ".join(commands_of(study, Plan((Pool(BOTH, two, 1),), 4, 4)))
+    assert "--weights-memory-bytes" not in " ".join(commands_of(study, Plan((Pool(MIXED, two, 1),), 4, 4)))
 
 
 def test_nodes_on_several_hosts_are_started_one_by_one(nodes):
@@ -393,9 +393,9 @@ def test_nodes_without_cuda_get_cores_of_their_own(nodes, tmp_path, profile, har
     names = dict.fromkeys(("prefill_hardware", "decode_hardware", "both_hardware"), hardware)
     nodes = replace(nodes, profiles=(str(tmp_path / profile),) if profile else (), tp_sizes=(1,), **names)
     (kind,) = machines_of(nodes).kinds
-    _, _, *lines = commands_of(study_of(asked(nodes, gpus=8)), Plan((Pool(BOTH, kind, 8),), 8, 4))
+    _, _, *lines = commands_of(study_of(asked(nodes, gpus=8)), Plan((Pool(MIXED, kind, 8),), 8, 4))
     words = [shlex.split(line, comments=True) for line in lines]
-    cpus = [roles.both.make_context("both", each[2:]).params["cpus"] for each in words]
+    cpus = [roles.mixed.make_context("mixed", each[2:]).params["cpus"] for each in words]
     assert (len(cpus), set(cpus[:4]), set(cpus[4:])) == (8, told, told)
 
 

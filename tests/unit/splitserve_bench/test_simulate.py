@@ -253,8 +253,8 @@ def test_a_node_that_is_stuck_is_given_up_and_comes_back():
     limits = {"max_concurrency": None, "request_timeout_s": 1000.0, "door_s": 0.0}
     clients = LoadClients(agenda, planned, model=model, **limits)
     fleet = Fleet(agenda, clients, PROFILE.node, model)
-    fleet.start("a", "both", StuckOnce(PROFILE))
-    fleet.start("b", "both", ProfileCosts(PROFILE))
+    fleet.start("a", "mixed", StuckOnce(PROFILE))
+    fleet.start("b", "mixed", ProfileCosts(PROFILE))
     clients.start(fleet.coordinator)
     agenda.run(lambda: clients.is_over)
     first, second = clients.outcomes
@@ -293,7 +293,7 @@ def test_the_same_seed_gives_the_same_bytes(profile):
 
 def test_a_trace_that_has_less_than_was_asked_for_is_told(profile, tmp_path):
     trace = write_trace(tmp_path / "trace.csv", 9, prompt_tokens=20, answer_tokens=5)
-    words = ("--both", 1, "--dataset-name", "azure", "--dataset-path", trace, "--num-prompts")
+    words = ("--mixed", 1, "--dataset-name", "azure", "--dataset-path", trace, "--num-prompts")
     assert "the data set has 9 requests, not the 10 of --num-prompts" in run(profile, *words, 10).stderr
     assert "the data set has" not in run(profile, *words, 9).stderr
 
@@ -304,13 +304,13 @@ def test_texts_have_the_lengths_that_a_tokenizer_tells(profile, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ("--dataset-name", "custom", "--dataset-path", tmp_path / "prompts.jsonl", "--tokenizer", tmp_path)
     words += ("--skip-chat-template",)
-    done = run(profile, "--both", 1, *words, "--json")
+    done = run(profile, "--mixed", 1, *words, "--json")
     result = json.loads(done.stdout)
     assert (result["completed"], result["total_input_tokens"], result["total_output_tokens"]) == (2, 50, 10)
 
 
 def test_only_the_same_simulation_is_saved_where_another_one_was(profile, tmp_path):
-    words = ("--both", 1, *LOAD, "--num-prompts", 3, "--request-rate", 5, "--save-result", "--result-dir", tmp_path)
+    words = ("--mixed", 1, *LOAD, "--num-prompts", 3, "--request-rate", 5, "--save-result", "--result-dir", tmp_path)
     others = [(), ("--seed", 1), ("--no-send-limits",), ("--request-timeout-s", 9), ("--goodput", "ttft:300")]
     for num, more in enumerate((*others, ())):
         assert run(profile, *words, *more).exit_code == 0
@@ -319,7 +319,7 @@ def test_only_the_same_simulation_is_saved_where_another_one_was(profile, tmp_pa
 
 
 def test_it_says_what_bench_serve_says(profile):
-    done = run(profile, "--both", 1, *LOAD, "--request-rate", "5,500", "--json")
+    done = run(profile, "--mixed", 1, *LOAD, "--request-rate", "5,500", "--json")
     assert done.exit_code == 0, done.output
     slow, fast = map(json.loads, done.stdout.splitlines())
     assert (slow["request_rate"], fast["request_rate"]) == (5, 500)
@@ -327,7 +327,7 @@ def test_it_says_what_bench_serve_says(profile):
     assert slow["total_output_tokens"] == 200
     assert slow["slo_attainment"] >= fast["slo_attainment"]
     assert slow["median_ttft_ms"] < fast["median_ttft_ms"]
-    text = run(profile, "--both", 1, *LOAD, "--request-rate", 5)
+    text = run(profile, "--mixed", 1, *LOAD, "--request-rate", 5)
     assert "attainment" in text.stdout
 
 
@@ -341,7 +341,7 @@ def test_it_tells_what_a_second_tier_does(tmp_path):
         {"timestamp": 9000 * at, "input_length": 250, "output_length": 2, "hash_ids": [ids[at]]} for at in range(4)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    load = ("--both", 1, "--dataset-name", "mooncake", "--dataset-path", trace)
+    load = ("--mixed", 1, "--dataset-name", "mooncake", "--dataset-path", trace)
     result = json.loads(run(path, *load, "--json").stdout)
     assert result["cached_share"] == result["tier"]["read_share"] == 2 * 15 * 16 / (4 * 250)
     assert (result["tier"]["num_hits"], result["tier"]["hit_rate"]) == (30, 0.5)
@@ -352,12 +352,12 @@ def test_prompts_that_take_no_time_are_read_at_once(tmp_path):
     steps = replace(PROFILE.steps, prompts=Grid((1.0,), (0.0,), ((0.0,),)))
     path = str(tmp_path / "free.json")
     replace(PROFILE, steps=steps).save(Path(path))
-    result = json.loads(run(path, "--both", 1, *LOAD, "--request-rate", 0.1, "--json").stdout)
+    result = json.loads(run(path, "--mixed", 1, *LOAD, "--request-rate", 0.1, "--json").stdout)
     assert result["median_ttft_ms"] == pytest.approx((API_SERVER_S + 2 * MESSAGE_S) * 1e3, rel=1e-3)
 
 
 def test_how_fast_it_was_is_told_beside_the_result(profile):
-    done = run(profile, "--both", 1, *LOAD, "--request-rate", 5)
+    done = run(profile, "--mixed", 1, *LOAD, "--request-rate", 5)
     assert re.search(r"^200 answer tokens simulated in [0-9.]+ s, [0-9]+ a second$", done.stderr, re.MULTILINE)
     assert "simulated in" not in done.stdout
 
@@ -366,10 +366,10 @@ def test_how_fast_it_was_is_told_beside_the_result(profile):
     ("words", "said"),
     [
         (("--prefill", 1), "cannot answer"),
-        (("--both", 1, "--request-rate", "0"), "above 0"),
-        (("--both", 1, "--request-rate", "1,2", "--plots", "there"), "one --request-rate"),
-        (("--both", 1, "--dataset-name", "azure"), "--dataset-path"),
-        (("--both", 1, "--dataset-name", "custom", "--dataset-path", __file__), "--tokenizer FOLDER"),
+        (("--mixed", 1, "--request-rate", "0"), "above 0"),
+        (("--mixed", 1, "--request-rate", "1,2", "--plots", "there"), "one --request-rate"),
+        (("--mixed", 1, "--dataset-name", "azure"), "--dataset-path"),
+        (("--mixed", 1, "--dataset-name", "custom", "--dataset-path", __file__), "--tokenizer FOLDER"),
     ],
 )
 def test_what_cannot_be_simulated(profile, words, said):

@@ -43,12 +43,12 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def _cluster(start_cluster, model):
     options = {"num_kv_blocks": 1000, "max_num_batched_tokens": 64}
-    return start_cluster(model, **ALONE, num_both=2, both=options)
+    return start_cluster(model, **ALONE, num_mixed=2, mixed=options)
 
 
 @pytest.fixture
 def cluster(_cluster):
-    """Two nodes that do both, complete before each test, and with every block free after it."""
+    """Two mixed nodes, complete before each test, and with every block free after it."""
     _cluster.heal()
     yield _cluster
     _cluster.heal()
@@ -67,7 +67,7 @@ async def test_greedy_answers_of_one_node_equal_transformers_generate(family, tp
     """Chunks of 64 tokens beside a batch of up to 6; prompts of one token, of many chunks, and on every border."""
     model = write_tiny_model(tmp_path / "model", family)
     options = {"max_num_batched_tokens": 64, "max_num_seqs": 6, "tensor_parallel_size": tp_size}
-    cluster = start_cluster(model, **ALONE, num_both=1, both=options)
+    cluster = start_cluster(model, **ALONE, num_mixed=1, mixed=options)
     lengths = [1, 2, 7, 8, 9, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 200, 257, 420]
     questions = _questions(family, lengths, (1, 30))
     random.Random(family).shuffle(questions)
@@ -83,7 +83,7 @@ async def test_greedy_answers_of_one_node_equal_transformers_generate(family, tp
     for question, answer in zip(questions, answers, strict=True):
         assert answer.token_ids == reference.greedy(**question), f"prompt of {len(question['prompt'])} tokens"
         timeline = answer.complete.timeline
-        assert (timeline.prefill_node, timeline.decode_node, timeline.num_restarts) == ("both-0", "both-0", 0)
+        assert (timeline.prefill_node, timeline.decode_node, timeline.num_restarts) == ("mixed-0", "mixed-0", 0)
         assert timeline.kv_alloc_s == timeline.kv_transfer_s == answer.complete.kv_bytes == 0
         assert timeline.prefill_s > 0
     cluster.wait_all_free()
@@ -98,7 +98,7 @@ async def test_a_crowd_is_answered_by_both_nodes(cluster):
         streams = _start(stub, questions)
         await _check(questions, streams)
     nodes = [answering.answer.complete.timeline.decode_node for answering in streams]
-    assert min(nodes.count("both-0"), nodes.count("both-1")) > 0
+    assert min(nodes.count("mixed-0"), nodes.count("mixed-1")) > 0
 
 
 async def test_a_prompt_that_was_read_before_is_not_computed_again(cluster):
@@ -132,17 +132,17 @@ async def test_a_node_killed_half_way_through_prompts(cluster, moment_s):
     questions = _questions(moment_s, [600] * 8 + [10] * 4, (100, 100))
     async with cluster.connect() as stub:
         streams = _start(stub, questions)
-        await asyncio.to_thread(wait_until, lambda: _has_work(cluster, "both-0"), "it has some of them", DEADLINE_S)
+        await asyncio.to_thread(wait_until, lambda: _has_work(cluster, "mixed-0"), "it has some of them", DEADLINE_S)
         await asyncio.sleep(moment_s)
-        cluster.kill("both-0")
+        cluster.kill("mixed-0")
         await _check(questions, streams)
     timelines = [answering.answer.complete.timeline for answering in streams]
-    assert {timeline.decode_node for timeline in timelines if timeline.num_restarts} == {"both-1"}
+    assert {timeline.decode_node for timeline in timelines if timeline.num_restarts} == {"mixed-1"}
 
 
 @pytest.mark.nightly
 async def test_it_serves_with_a_prefill_node_and_without_it(start_cluster, model):
-    cluster = start_cluster(model, num_decode=0, num_both=1)
+    cluster = start_cluster(model, num_decode=0, num_mixed=1)
     questions = _questions(9, [5, 100, 600] * 6, (5, 40))
     async with cluster.connect() as stub:
         await _check(questions, _start(stub, questions))
@@ -152,7 +152,7 @@ async def test_it_serves_with_a_prefill_node_and_without_it(start_cluster, model
         await _check(questions, streams)
         assert cluster.is_serving()
         answer = await ask(stub, **questions[2], **GREEDY)
-    assert answer.complete.timeline.prefill_node == "both-0"
+    assert answer.complete.timeline.prefill_node == "mixed-0"
     cluster.wait_all_free()
     cluster.start_node("prefill-0")
     cluster.wait_complete()
