@@ -84,7 +84,11 @@ def build_engine(settings: EngineSettings, group: RankGroup | None = None, num_k
     if config.embedder is None:
         program = _choose_program(part, model, attention, num_blocks, exact=is_batch_invariant)
     description = _describe(part, model, attention)
-    of_bits = {**description, "program": type(program).__name__, "history_free": "yes" if is_batch_invariant else "no"}
+    of_bits = {
+        **description,
+        "program": type(program).__name__,
+        "is_batch_invariant": "yes" if is_batch_invariant else "no",
+    }
     return Engine(
         config=config,
         group=group,

@@ -33,7 +33,7 @@ WARM_UP_TOKENS: Final = 128
 MIN_MEASURED_S: Final = 1e-6
 
 PLAN = "plan"  # the scheduler's decisions
-HAND_OVER = "threads"  # between the event loop and the engine's thread
+THREADS = "threads"  # between the event loop and the engine's thread
 BUILD = "build"  # the tensors of a batch
 COMPUTE = "compute"  # on CUDA only the launches: `sample` is the first part that waits for the device
 SAMPLE = "sample"  # sampling from logits
@@ -41,8 +41,8 @@ DRAFT = "draft"  # the draft model, between two steps
 AFTER = "after"  # processing of tokens: finish reasons, records, full blocks
 SEND = "send"  # reports to the coordinator, and other decisions
 IDLE = "idle"  # nothing to compute
-PARTS: Final = (PLAN, BUILD, COMPUTE, SAMPLE, DRAFT, AFTER, SEND, HAND_OVER, IDLE)
-BETWEEN: Final = (PLAN, BUILD, SAMPLE, AFTER, SEND, HAND_OVER)
+PARTS: Final = (PLAN, BUILD, COMPUTE, SAMPLE, DRAFT, AFTER, SEND, THREADS, IDLE)
+BETWEEN: Final = (PLAN, BUILD, SAMPLE, AFTER, SEND, THREADS)
 
 
 class StepClock:
@@ -155,7 +155,7 @@ class Engine:
         require an engine that is `is_batch_invariant`.
         """
         assert self.group.rank == LEADER, "the other ranks follow"
-        self.clock.lap(HAND_OVER)
+        self.clock.lap(THREADS)
         shares = [work.share for work in works]
         with self.stream.step(on_layer) as layers:
             if any(work.request.remote_kvs for work in works):
@@ -222,7 +222,7 @@ class Engine:
         Calls `on_begun` when the computation begins. Calls `until_known` before it reads the requests; when
         `until_known` returns, the requests must hold the tokens `before`.
         """
-        self.clock.lap(HAND_OVER)
+        self.clock.lap(THREADS)
         token_ids = torch.tensor([token.token_id for token in before], dtype=torch.int64, device="cpu")
         with self.stream.step():
             prepared.batch.token_ids.copy_(token_ids)
@@ -230,7 +230,7 @@ class Engine:
             assert logits is not None, "this is the only rank"
             self.clock.lap(COMPUTE)
             until_known()
-            self.clock.lap(HAND_OVER)
+            self.clock.lap(THREADS)
             tokens = self._sample(logits, works, prepared.shares)
         self.clock.lap(SAMPLE)
         return tokens

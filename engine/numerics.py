@@ -56,12 +56,12 @@ def numerics_facts(description: Mapping[str, str], device: torch.device, *, kern
     instruction set does.
     """
     left_out = NOTHING_TO_KERNELS if kernels_alone else ()
-    traits = {key: value for key, value in description.items() if key not in left_out} | {"torch": torch.__version__}
+    numerics = {key: value for key, value in description.items() if key not in left_out} | {"torch": torch.__version__}
     if device.type == "cpu":
-        traits |= {"cpu": _cpu(instructions_alone=kernels_alone), "kernels": _kernels()}
+        numerics |= {"cpu": _cpu(instructions_alone=kernels_alone), "kernels": _kernels()}
     elif is_installed(TRITON):  # Triton kernels are taken after a trial: other versions may choose other kernels
-        traits |= {TRITON: version(TRITON)}
-    return traits
+        numerics |= {TRITON: version(TRITON)}
+    return numerics
 
 
 def _cpu(*, instructions_alone: bool) -> str:

@@ -12,8 +12,8 @@ class TransferError(SplitServeError):
     """Report a descriptor, message or layout that the KV transfer cannot accept."""
 
 
-class RemoteKVRecalled(TransferError):
-    """Report that a KV holder recalls blocks of distributed KV."""
+class RemoteKVRevoked(TransferError):
+    """Report that a KV holder revokes blocks of distributed KV."""
 
 
 @dataclass(frozen=True, slots=True)

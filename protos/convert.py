@@ -17,7 +17,7 @@ PROTOCOL_VERSION = "22"
 # In the headers of an answer's stream, which come when the request is taken.
 MODEL_HEADER: Final = "x-splitserve-model-bin"
 MAX_TOKENS_HEADER: Final = "x-splitserve-max-tokens"
-MAX_MADE: Final = 64  # runs of blocks of one numerics id that a tail tells: of a chat, some 32 answers
+MAX_NUMERICS_RUNS: Final = 64  # runs of blocks of one numerics id that a tail tells: of a chat, some 32 answers
 
 FINISH_REASONS: Final = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -184,11 +184,15 @@ def shape_from_wire(wire: inference_pb2.Shape) -> Shape:
 
 
 def to_tail(token_ids: Sequence[int], numerics_ids: Sequence[bytes]) -> bytes:
-    """What follows the last KV block: tokens, and the numerics ids of all blocks, if they are not too many to tell."""
-    made = [
-        fleet_pb2.Made(maker=numerics_id, num_blocks=len(list(blocks))) for numerics_id, blocks in groupby(numerics_ids)
+    """Return the end of a KV transfer: tokens, and the numerics ids of all blocks, left out if they have more than
+    MAX_NUMERICS_RUNS runs."""
+    runs = [
+        fleet_pb2.NumericsRun(numerics_id=numerics_id, num_blocks=len(list(blocks)))
+        for numerics_id, blocks in groupby(numerics_ids)
     ]
-    return fleet_pb2.Tail(token_ids=token_ids, made=made if len(made) <= MAX_MADE else []).SerializeToString()
+    return fleet_pb2.Tail(
+        token_ids=token_ids, numerics=runs if len(runs) <= MAX_NUMERICS_RUNS else []
+    ).SerializeToString()
 
 
 def from_tail(packed: bytes) -> tuple[list[int], list[tuple[bytes, int]]]:
@@ -200,6 +204,6 @@ def from_tail(packed: bytes) -> tuple[list[int], list[tuple[bytes, int]]]:
         tail.ParseFromString(packed)
     except DecodeError as error:
         raise ValueError(f"a tail of {len(packed)} bytes cannot be read") from error
-    if any(len(each.maker) != NUMERICS_ID_BYTES for each in tail.made):
+    if any(len(each.numerics_id) != NUMERICS_ID_BYTES for each in tail.numerics):
         raise ValueError(f"a tail names a numerics id that is not of {NUMERICS_ID_BYTES} bytes")
-    return list(tail.token_ids), [(each.maker, each.num_blocks) for each in tail.made]
+    return list(tail.token_ids), [(each.numerics_id, each.num_blocks) for each in tail.numerics]

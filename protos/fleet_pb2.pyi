@@ -134,12 +134,12 @@ class KVHolder(_message.Message):
     def __init__(self, address: _Optional[str] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class HolderOffer(_message.Message):
-    __slots__ = ("host", "num_tokens")
-    HOST_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("holder", "num_tokens")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    host: KVHolder
+    holder: KVHolder
     num_tokens: int
-    def __init__(self, host: _Optional[_Union[KVHolder, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, holder: _Optional[_Union[KVHolder, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("load", "step_age_s")
@@ -298,14 +298,14 @@ class Cancelled(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
 
 class CacheChanged(_message.Message):
-    __slots__ = ("stored", "removed", "makers")
+    __slots__ = ("stored", "removed", "numerics_ids")
     STORED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
-    MAKERS_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_IDS_FIELD_NUMBER: _ClassVar[int]
     stored: _containers.RepeatedScalarFieldContainer[int]
     removed: _containers.RepeatedScalarFieldContainer[int]
-    makers: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, stored: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ..., makers: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    numerics_ids: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, stored: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ..., numerics_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("heartbeat_s", "session", "timeout_s")
@@ -330,7 +330,7 @@ class HeartbeatAck(_message.Message):
     def __init__(self) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params", "cache_salt", "age", "due", "priority", "adapter", "grammar", "is_suspect", "pooling", "fetch_prefix", "hosts", "asker")
+    __slots__ = ("attempt", "token_ids", "num_prompt_tokens", "sampling_params", "cache_salt", "age", "due", "priority", "adapter", "grammar", "is_suspect", "pooling", "fetch_prefix", "kv_holders", "asker")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -344,7 +344,7 @@ class Job(_message.Message):
     IS_SUSPECT_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     FETCH_PREFIX_FIELD_NUMBER: _ClassVar[int]
-    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    KV_HOLDERS_FIELD_NUMBER: _ClassVar[int]
     ASKER_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -359,9 +359,9 @@ class Job(_message.Message):
     is_suspect: bool
     pooling: Pooling
     fetch_prefix: FetchPrefix
-    hosts: _containers.RepeatedCompositeFieldContainer[KVHolder]
+    kv_holders: _containers.RepeatedCompositeFieldContainer[KVHolder]
     asker: str
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age: _Optional[int] = ..., due: _Optional[_Union[Due, _Mapping]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., grammar: _Optional[str] = ..., is_suspect: _Optional[bool] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., fetch_prefix: _Optional[_Union[FetchPrefix, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[KVHolder, _Mapping]]] = ..., asker: _Optional[str] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., age: _Optional[int] = ..., due: _Optional[_Union[Due, _Mapping]] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., grammar: _Optional[str] = ..., is_suspect: _Optional[bool] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., fetch_prefix: _Optional[_Union[FetchPrefix, _Mapping]] = ..., kv_holders: _Optional[_Iterable[_Union[KVHolder, _Mapping]]] = ..., asker: _Optional[str] = ...) -> None: ...
 
 class FetchPrefix(_message.Message):
     __slots__ = ("epoch", "num_tokens", "tp_size", "pp_size", "sender_keys", "patience_s")
@@ -482,17 +482,17 @@ class SendPrefix(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., descriptor: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Tail(_message.Message):
-    __slots__ = ("token_ids", "made")
+    __slots__ = ("token_ids", "numerics")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    MADE_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    made: _containers.RepeatedCompositeFieldContainer[Made]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., made: _Optional[_Iterable[_Union[Made, _Mapping]]] = ...) -> None: ...
+    numerics: _containers.RepeatedCompositeFieldContainer[NumericsRun]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., numerics: _Optional[_Iterable[_Union[NumericsRun, _Mapping]]] = ...) -> None: ...
 
-class Made(_message.Message):
-    __slots__ = ("maker", "num_blocks")
-    MAKER_FIELD_NUMBER: _ClassVar[int]
+class NumericsRun(_message.Message):
+    __slots__ = ("numerics_id", "num_blocks")
+    NUMERICS_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    maker: bytes
+    numerics_id: bytes
     num_blocks: int
-    def __init__(self, maker: _Optional[bytes] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, numerics_id: _Optional[bytes] = ..., num_blocks: _Optional[int] = ...) -> None: ...

@@ -582,7 +582,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., protocol_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "fingerprint", "engine", "traits")
+    __slots__ = ("name", "role", "incarnation", "fingerprint", "engine", "numerics")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -597,7 +597,7 @@ class NodeInfo(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    class TraitsEntry(_message.Message):
+    class NumericsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -609,14 +609,14 @@ class NodeInfo(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
-    TRAITS_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     incarnation: str
     fingerprint: _containers.ScalarMap[str, str]
     engine: _containers.ScalarMap[str, str]
-    traits: _containers.ScalarMap[str, str]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., engine: _Optional[_Mapping[str, str]] = ..., traits: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    numerics: _containers.ScalarMap[str, str]
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., engine: _Optional[_Mapping[str, str]] = ..., numerics: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()

@@ -27,7 +27,9 @@ FLAGS: Final = {
 }
 ROLES: Final = {"both": "mixed"}
 JSON_KEYS: Final = {  # of timelines, results of benchmarks and profiles
+    "corridor": "kv_transfer",
     "credit_wait_s": "kv_alloc_s",
+    "door_s": "api_server_s",
     "loan_s": "prefix_fetch_s",
     "move_pause_s": "migration_pause_s",
     "transfer_s": "kv_transfer_s",

@@ -70,5 +70,5 @@ def check_shape(shape: Shape, *, max_num_batched_tokens: int, max_num_seqs: int)
         message = "a shape needs prompt_tokens or slots above 0: a node that does neither does nothing"
         raise RequestError(BAD_PARAM, message, field="shape")
     if shape.accepts_transfers and not shape.writes:
-        message = "a shape that takes hand-overs needs slots above 0 for their answers"
+        message = "a shape that accepts KV transfers needs slots above 0"
         raise RequestError(BAD_PARAM, message, field="shape.accepts_transfers")

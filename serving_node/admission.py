@@ -33,7 +33,7 @@ from serving_core.node.prefix import BlockNames, root_name
 from serving_core.node.requests import (
     DecodePlace,
     Distributed,
-    Host,
+    HolderEndpoint,
     Incoming,
     NodeRequest,
     NodeRequests,
@@ -438,14 +438,16 @@ class Arrivals:
         if self._node_requests.find(request) is not None:
             message = f"attempt {request.epoch} of the request was announced twice"
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, message)
-        hosts = tuple(Host(each.address, each.key) for each in job.hosts) if self._holds_remote_kv else ()
+        holders = (
+            tuple(HolderEndpoint(each.address, each.key) for each in job.kv_holders) if self._holds_remote_kv else ()
+        )
         num_ahead = 0
         if reserve is not None:
             num_to_come = request.sampling.max_tokens - request.num_output_tokens
-            self._preallocation.check(len(request.token_ids) + num_to_come, may_grow_out=bool(hosts))
+            self._preallocation.check(len(request.token_ids) + num_to_come, may_grow_out=bool(holders))
             num_ahead = min(reserve.num_tokens_ahead, num_to_come)
         if is_prefilled_here:
-            self._prefill.check(len(request.token_ids), may_grow_out=bool(hosts))
+            self._prefill.check(len(request.token_ids), may_grow_out=bool(holders))
         node_request = NodeRequest(
             request,
             job.age,
@@ -456,7 +458,7 @@ class Arrivals:
             priority=job.priority,
             waiting=Waiting(_offer(job)) if is_prefilled_here else None,
             incoming=None if is_prefilled_here or reserve is None else _incoming(reserve, num_ahead, now),
-            distributed=Distributed(hosts) if hosts else None,
+            distributed=Distributed(holders) if holders else None,
         )
         self._node_requests.add(node_request)
         return node_request

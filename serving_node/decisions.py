@@ -115,8 +115,8 @@ class OpenRemoteKV:
 
 
 @dataclass(frozen=True, slots=True)
-class RecallRemoteKV:
-    """Recall the blocks that hold another node's KV; `hosted` follows."""
+class RevokeRemoteKV:
+    """Revoke the blocks that hold another node's KV; `held` follows."""
 
     number: int
 
@@ -142,7 +142,7 @@ Decision = (
     | Load
     | CancelLoad
     | OpenRemoteKV
-    | RecallRemoteKV
+    | RevokeRemoteKV
     | CloseRemoteKV
 )
 

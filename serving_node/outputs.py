@@ -67,7 +67,9 @@ class CacheReport:
         removals, additions = list(_parts(removed)), list(_parts(stored))
         together = [(removals.pop(), additions.pop(0))] if removals and additions else []
         for gone, new in (*((part, []) for part in removals), *together, *(([], part) for part in additions)):
-            self._report(cache_changed=fleet_pb2.CacheChanged(removed=gone, stored=new, makers=self._numerics_ids))
+            self._report(
+                cache_changed=fleet_pb2.CacheChanged(removed=gone, stored=new, numerics_ids=self._numerics_ids)
+            )
 
 
 def _parts(names: list[bytes]) -> Iterator[list[int]]:

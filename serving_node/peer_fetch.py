@@ -19,7 +19,7 @@ from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.results import Received, Sent, TransferError, TransferFailed
 from prefill_node.scheduler import PrefillScheduler, num_cacheable
 from protos import fleet_pb2
-from protos.convert import MAX_MADE, attempt_of, from_tail, to_tail
+from protos.convert import MAX_NUMERICS_RUNS, attempt_of, from_tail, to_tail
 from serving_core import reasons
 from serving_core.node.blocks import BlockLease
 from serving_core.node.leases import Leases, PrefixFetch
@@ -292,4 +292,4 @@ class PeerServe(KVSource):
 def _tellable(numerics_ids: list[bytes]) -> list[bytes]:
     """Return the longest prefix of numerics ids that fits in a tail."""
     runs = list(accumulate(len(list(run)) for _, run in groupby(numerics_ids)))
-    return numerics_ids[: runs[MAX_MADE - 1]] if len(runs) > MAX_MADE else numerics_ids
+    return numerics_ids[: runs[MAX_NUMERICS_RUNS - 1]] if len(runs) > MAX_NUMERICS_RUNS else numerics_ids

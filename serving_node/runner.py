@@ -108,7 +108,9 @@ class NodeRunner:
         worker.offload = NodeTier(store, followers, worker.loaded, logic.lost)
         self._remote_kvs: RemoteKVEnds | None = None
         if limits.tile_tokens:
-            self._remote_kvs = RemoteKVEnds(settings, engine, worker.host, worker.hosted, worker.opened)
+            self._remote_kvs = RemoteKVEnds(
+                settings, engine, worker.lease_remote_kv, worker.release_remote_kv, worker.opened
+            )
         worker.remote_kvs = self._remote_kvs
         worker.grammars = self._compiler = GrammarCompiler(engine.grammars, worker.compiled)
         worker.engine = self
@@ -124,7 +126,7 @@ class NodeRunner:
     def hello(self) -> fleet_pb2.Hello:
         """Return the node's identity and sizes.
 
-        The fingerprint must be equal on all nodes of a fleet; the engine's description and traits may differ.
+        The fingerprint must be equal on all nodes of a fleet; the engine's description and numerics may differ.
         """
         self._logic.attached()
         engine, limits = self._engine, self._limits
@@ -135,7 +137,7 @@ class NodeRunner:
                 incarnation=self._incarnation,
                 fingerprint={"protocol_version": PROTOCOL_VERSION, **self._fingerprint},
                 engine=engine.description,
-                traits=engine.numerics_facts,
+                numerics=engine.numerics_facts,
             ),
             num_blocks=engine.num_blocks,
             block_size=engine.layout.block_size,
@@ -156,8 +158,8 @@ class NodeRunner:
         if self._remote_kvs is None:
             return None
         most = most_hosted_tokens(self._engine.num_blocks, self._engine.layout.block_size, self._limits.tile_tokens)
-        host = fleet_pb2.KVHolder(address=self._remote_kvs.address, key=self._remote_kvs.key)
-        return fleet_pb2.HolderOffer(host=host, num_tokens=most)
+        holder = fleet_pb2.KVHolder(address=self._remote_kvs.address, key=self._remote_kvs.key)
+        return fleet_pb2.HolderOffer(holder=holder, num_tokens=most)
 
     @property
     def num_blocks_free(self) -> int:

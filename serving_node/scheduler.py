@@ -561,21 +561,21 @@ class NodeScheduler:
         self.distributed_kv.opened(node_request, remote_kv, now)
         self._admit()
 
-    def host(self, number: int, most_tiles: int, asker: Asker, now: float) -> list[int]:
+    def lease_remote_kv(self, number: int, most_tiles: int, asker: Asker, now: float) -> list[int]:
         """Return blocks for tiles of another node's request; the list may be empty.
 
         If the request asks again, room is made for it.
         """
         if self.is_draining or self.distributed_kv is None:
             return []
-        block_ids = self.distributed_kv.host(number, most_tiles, asker, now)
+        block_ids = self.distributed_kv.lease_remote_kv(number, most_tiles, asker, now)
         self._admit()
         return block_ids
 
-    def hosted(self, number: int) -> None:
+    def release_remote_kv(self, number: int) -> None:
         """Release the blocks of another node's request."""
         assert self.distributed_kv is not None
-        self.distributed_kv.hosting.release(number)
+        self.distributed_kv.held_kv.release(number)
         self._admit()
 
     # ---- time ----

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from decode_node.speculation import DraftModel, Drafts
 from engine.drafting import Drafter
-from engine.engine import AFTER, DRAFT, HAND_OVER, IDLE, PLAN, SEND, Engine, StepClock
+from engine.engine import AFTER, DRAFT, IDLE, PLAN, SEND, THREADS, Engine, StepClock
 from engine.stepper import MOST_FAILED_STEPS, NextStep, Step, Stepper, cause_of, is_fatal
 from serving_core.errors import RankLost
 from serving_core.net.backoff import Backoff
@@ -130,7 +130,7 @@ class Stepping:
         self._num_failed_steps = 0
         tokens, step_s, goes_on = done
         if not goes_on:
-            self.clock.lap(HAND_OVER)
+            self.clock.lap(THREADS)
         self._worker.step_done(works, tokens, step_s, goes_on=goes_on)
         if goes_on:
             next_step, step.next_step = step.next_step, None

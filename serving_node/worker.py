@@ -20,8 +20,8 @@ from serving_node.decisions import (
     Decision,
     Load,
     OpenRemoteKV,
-    RecallRemoteKV,
     Report,
+    RevokeRemoteKV,
     SendHeartbeat,
     Spill,
 )
@@ -156,14 +156,14 @@ class Worker:
         self.logic.opened(node_request, remote_kv, self._clock.time())
         self.carry_out()
 
-    def host(self, number: int, most_tiles: int, asker: Asker) -> list[int]:
+    def lease_remote_kv(self, number: int, most_tiles: int, asker: Asker) -> list[int]:
         """Lease blocks to another node. Evicted contents are copied to KV offload before the other node writes."""
-        block_ids = self.logic.host(number, most_tiles, asker, self._clock.time())
+        block_ids = self.logic.lease_remote_kv(number, most_tiles, asker, self._clock.time())
         self.carry_out()
         return block_ids
 
-    def hosted(self, number: int) -> None:
-        self.logic.hosted(number)
+    def release_remote_kv(self, number: int) -> None:
+        self.logic.release_remote_kv(number)
         self.carry_out()
 
     # ---- time ----
@@ -208,7 +208,7 @@ class Worker:
             case Spill() | Load() | CancelLoad():
                 assert self.offload is not None, "a node without KV offload"
                 self.offload.carry_out(decision)
-            case OpenRemoteKV() | RecallRemoteKV() | CloseRemoteKV():
+            case OpenRemoteKV() | RevokeRemoteKV() | CloseRemoteKV():
                 assert self.remote_kvs is not None, "a node without tiles"
                 self.remote_kvs.carry_out(decision)
             case _:

@@ -417,8 +417,8 @@ async def check_bits(
 
 def promise_of(node: NodeInfo) -> str:
     """Return in words what a node promises, by its own description."""
-    if node.traits["history_free"] == "yes":
-        threads = " (with equal numbers of threads)" if "threads" in node.traits else ""
+    if node.numerics["is_batch_invariant"] == "yes":
+        threads = " (with equal numbers of threads)" if "threads" in node.numerics else ""
         return f"promised: the same bits whatever happened to an output{threads}"
     if node.fingerprint["kv_cache_dtype"] in QUANTIZED_DTYPES:
         return "not promised: keys and values in 8 bits are rounded by what else is in their block"

@@ -31,12 +31,12 @@ class TieBySeed:
     def __init__(self):
         self._random, self._auto = Random(0), POLICIES[AUTO]
 
-    def place(self, nodes, ledger, wanted, handover, now):
+    def place(self, nodes, ledger, wanted, transfers, now):
         names = [(node, node.name) for node in nodes]
         for node, _ in names:
             node.name = str(self._random.random())
         try:
-            return self._auto.place(self._random.sample(nodes, len(nodes)), ledger, wanted, handover, now)
+            return self._auto.place(self._random.sample(nodes, len(nodes)), ledger, wanted, transfers, now)
         finally:
             for node, name in names:
                 node.name = name
@@ -48,11 +48,11 @@ class OneOfTwo:
     def __init__(self):
         self._random, self._auto = Random(0), POLICIES[AUTO]
 
-    def place(self, nodes, ledger, wanted, handover, now):
-        best = self._auto.place(nodes, ledger, wanted, handover, now)
+    def place(self, nodes, ledger, wanted, transfers, now):
+        best = self._auto.place(nodes, ledger, wanted, transfers, now)
         others = [node for node in nodes if node is not best.decode_node]
         try:
-            second = self._auto.place(others, ledger, wanted, handover, now)
+            second = self._auto.place(others, ledger, wanted, transfers, now)
         except RequestError:
             return best
         return second if second.num_late <= best.num_late and self._random.random() < 0.5 else best

@@ -40,7 +40,7 @@ def hello(
     home=None,
     tp_size=0,
     pp_size=0,
-    traits=None,
+    numerics=None,
     kv_keys=(),
     starved_share=0.0,
     **fingerprint,
@@ -53,7 +53,7 @@ def hello(
         role=role,
         incarnation=incarnation,
         fingerprint={"protocol_version": PROTOCOL_VERSION, **MODEL, **fingerprint},
-        traits=traits,
+        numerics=numerics,
     )
     return fleet_pb2.NodeEvent(
         hello=fleet_pb2.Hello(
@@ -147,7 +147,7 @@ def cancelled(attempt):
 
 def cache_changed(stored=(), removed=(), numerics_ids=NUMERICS_IDS):
     return fleet_pb2.NodeEvent(
-        cache_changed=fleet_pb2.CacheChanged(stored=stored, removed=removed, makers=numerics_ids)
+        cache_changed=fleet_pb2.CacheChanged(stored=stored, removed=removed, numerics_ids=numerics_ids)
     )
 
 

@@ -242,7 +242,7 @@ async def begin(c):
     return job.attempt, job
 
 
-async def hand_over(c, attempt, text="a", index=0, *, num_cached_tokens=0, logprob=None, **num_bytes):
+async def transfer(c, attempt, text="a", index=0, *, num_cached_tokens=0, logprob=None, **num_bytes):
     """First token, descriptor and commit of an attempt on p0 and d0, which is told that the prompt is read; the
     coordinator has heard of them, in this order."""
     p0, d0 = c.nodes["p0"], c.nodes["d0"]
@@ -259,9 +259,9 @@ async def hand_over(c, attempt, text="a", index=0, *, num_cached_tokens=0, logpr
 
 
 async def begin_to_write(c, text="a", **fields):
-    """Start an answer and hand it over with its first token, as `begin` and `hand_over` do; return its attempt."""
+    """Start an answer and hand it over with its first token, as `begin` and `transfer` do; return its attempt."""
     attempt, _ = await begin(c)
-    await hand_over(c, attempt, text, **fields)
+    await transfer(c, attempt, text, **fields)
     return attempt
 
 

@@ -68,7 +68,7 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
                 role="prefill",
                 fingerprint={"dtype": "bfloat16"},
                 engine={"tp_size": "2"},
-                traits={"cpu": "avx2"},
+                numerics={"cpu": "avx2"},
             )
         ]
 

@@ -138,7 +138,7 @@ def start_commands(request: Request, prompt: Prompt, now: float) -> Iterator[Sen
     if attempt.is_local:
         to_decode.reserve.local_prefill = True
         _offer_prefix_fetch(request, to_decode.reserve.job)
-        to_decode.reserve.job.hosts.extend([node.hello.remote_kvs.host for node in attempt.kv_holders])
+        to_decode.reserve.job.kv_holders.extend([node.hello.remote_kvs.holder for node in attempt.kv_holders])
         yield Send(attempt.decode, to_decode)
         return
     describe_sender(to_decode.reserve, attempt.prefill)

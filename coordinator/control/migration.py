@@ -279,8 +279,8 @@ def num_left(node: Node, requests: Iterable[Request], releases: Releases) -> int
 
     All requests of other nodes whose distributed KV it holds count as one.
     """
-    is_host = node.load.num_remote_kv_blocks > 0
-    return sum(_has_part(node, request) for request in requests) + releases.count(node) + is_host
+    is_holder = node.load.num_remote_kv_blocks > 0
+    return sum(_has_part(node, request) for request in requests) + releases.count(node) + is_holder
 
 
 def prompts_to_restart(requests: Iterable[Request], nodes: Collection[Node]) -> Iterator[Request]:

@@ -211,10 +211,10 @@ class Node:
         return {key: value for key, value in self.hello.node.fingerprint.items() if key != VERSION_KEY}
 
     @property
-    def traits(self) -> Mapping[str, str]:
+    def numerics(self) -> Mapping[str, str]:
         """Return the properties beside the fingerprint that the bits of the node's outputs depend on; empty if not
         reported."""
-        return self.hello.node.traits
+        return self.hello.node.numerics
 
     @property
     def shares_blocks(self) -> bool:
@@ -345,7 +345,7 @@ class Registry:
         Return how many stored blocks were left out because they exceed the node's capacity. Such a node has miscounted,
         but it is not lost for that: a wrong block hash costs a detour and never a wrong token.
         """
-        node.numerics_ids, hints = list(event.makers[:MAX_NUMERICS_IDS]), node.hints
+        node.numerics_ids, hints = list(event.numerics_ids[:MAX_NUMERICS_IDS]), node.hints
         hints.difference_update(event.removed)
         new = [hint for hint in dict.fromkeys(event.stored) if hint not in hints]
         room = node.hello.num_blocks + node.hello.num_tier_blocks - len(hints)
@@ -386,7 +386,7 @@ class Registry:
         """Compute what follows from the set of nodes, their states and their shapes."""
         for node in self.nodes:
             node.set_reach(
-                node.pool_tokens + sum(host.hello.remote_kvs.num_tokens for host in self.kv_holders_of(node))
+                node.pool_tokens + sum(holder.hello.remote_kvs.num_tokens for holder in self.kv_holders_of(node))
             )
         self.capacity = self._capacity()
 
@@ -411,11 +411,11 @@ class Registry:
         if not node.hello.HasField("remote_kvs") or not (node.shape.reads and node.shape.writes):
             return []
 
-        def is_host(other: Node) -> bool:
-            is_alike = other.traits == node.traits and other.block_size == node.block_size
+        def is_holder(other: Node) -> bool:
+            is_alike = other.numerics == node.numerics and other.block_size == node.block_size
             return other is not node and other.is_ready and is_alike and other.hello.HasField("remote_kvs")
 
-        return sorted(filter(is_host, self.nodes), key=lambda host: (-host.load.num_blocks_free, host.name))
+        return sorted(filter(is_holder, self.nodes), key=lambda host: (-host.load.num_blocks_free, host.name))
 
     def _check_name(self, hello: fleet_pb2.Hello) -> None:
         name = hello.node.name
@@ -499,7 +499,7 @@ def _check_hello(hello: fleet_pb2.Hello) -> None:
     if (num_ranks := max(1, hello.tp_size) * hello.pp_size) > MAX_TP_SIZE:
         raise RequestError(BAD_PARAM, f"node {info.name} has {num_ranks} ranks, the limit is {MAX_TP_SIZE}")
     remote_kvs = hello.remote_kvs
-    if len(remote_kvs.host.key) not in (0, KV_KEY_BYTES) or len(remote_kvs.host.address) > MAX_NAME_CHARS:
+    if len(remote_kvs.holder.key) not in (0, KV_KEY_BYTES) or len(remote_kvs.holder.address) > MAX_NAME_CHARS:
         raise RequestError(
             BAD_PARAM, f"what node {info.name} says of remote KV is no address and a key of {KV_KEY_BYTES} bytes"
         )
@@ -579,12 +579,12 @@ MAX_WORDS_CHARS: Final = 120  # of the words of one side in a difference
 
 
 def num_kinds(nodes: Iterable[Node]) -> int:
-    """Return the number of distinct traits among the nodes; nodes that report no traits are left out."""
-    return len({_kind(node) for node in nodes if node.traits})
+    """Return the number of distinct numerics among the nodes; nodes that report no numerics are left out."""
+    return len({_kind(node) for node in nodes if node.numerics})
 
 
 class Kinds:
-    """Report each pair of nodes with different traits once."""
+    """Report each pair of nodes with different numerics once."""
 
     def __init__(self) -> None:
         self._reported: set[frozenset[object]] = set()
@@ -594,7 +594,7 @@ class Kinds:
         `node`."""
         sentences = []
         for other in nodes:
-            if not node.traits or not other.traits or _kind(node) == _kind(other):
+            if not node.numerics or not other.numerics or _kind(node) == _kind(other):
                 continue
             pair = frozenset((_kind(node), _kind(other)))
             if pair not in self._reported and len(self._reported) < MAX_PAIRS:
@@ -604,16 +604,16 @@ class Kinds:
 
 
 def _kind(node: Node) -> frozenset[tuple[str, str]]:
-    return frozenset(node.traits.items())
+    return frozenset(node.numerics.items())
 
 
 def _sentence(node: Node, other: Node) -> str:
-    unlike = "; ".join(_differences(node.traits, other.traits))
-    return f"answers of nodes {node.name} and {other.name} may differ in bits, as the nodes differ in {unlike}"
+    unlike = "; ".join(_differences(node.numerics, other.numerics))
+    return f"outputs of nodes {node.name} and {other.name} may differ in bits, as the nodes differ in {unlike}"
 
 
 def _differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return, for each trait that differs, the words that only the one node has and those that only the other has."""
+    """Return, for each fact that differs, the words that only one node has and the words that only the other has."""
     pairs = {key: (one.get(key, "").split(), other.get(key, "").split()) for key in sorted({*one, *other})}
     return [
         f"{key} ({_words_without(ours, theirs)} / {_words_without(theirs, ours)})"

@@ -29,7 +29,7 @@ from engine.model.llama import LAYERS_PER_REPORT
 from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
 from engine.quantization.quantized_linear import QuantizedMatrix, quantized_matrix
-from engine.transformers_backend.stages import Handover
+from engine.transformers_backend.stages import StageTransfer
 from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
 from serving_core.requests import OnLayer
@@ -343,10 +343,10 @@ class TransformersDecoder:
         self._model: Any = model
         self._group = group
         self._shard = shard
-        handover = None if pipeline is None else Handover(model, shard, pipeline)
+        transfers = None if pipeline is None else StageTransfer(model, shard, pipeline)
         asked = self._ask(device)
-        if handover is not None:
-            handover.is_on = True
+        if transfers is not None:
+            transfers.is_on = True
         self._is_divided: Final = _is_divided(asked, layout, shard)
         """Whether each rank's model calls attention with that rank's heads instead of all heads."""
         self.needs_portable: Final = any(call.is_unusual for call in asked)

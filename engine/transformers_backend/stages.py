@@ -19,7 +19,7 @@ from serving_core.sharding import Shard
 VECTORS: Final = 3  # dimensions of the tensor between layers: [1, T, E]
 
 
-class Handover:
+class StageTransfer:
     """The input and output of a stage. At first neither is connected, so that a model can be tried."""
 
     def __init__(self, model: nn.Module, shard: Shard, pipeline: Pipeline) -> None:

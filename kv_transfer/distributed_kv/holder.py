@@ -72,7 +72,7 @@ class KVHolder:
         self._lock = threading.Lock()
         self._connections: dict[int, socket.socket] = {}
         self._strangers: dict[int, socket.socket] = {}  # of the connections, oldest first
-        self._recalled: set[int] = set()  # numbers of the connections
+        self._revoked: set[int] = set()  # numbers of the connections
         self._num_known = 0
         self._num_opened = 0
         self._is_closed = False
@@ -88,14 +88,14 @@ class KVHolder:
         self._acceptor = threading.Thread(target=self._accept, name="remote_kvs", daemon=True)
         self._acceptor.start()
 
-    def recall(self, number: int) -> None:
+    def revoke(self, number: int) -> None:
         """End remote KV whose blocks are needed, and tell its owner.
 
         `release` follows as soon as no thread uses the blocks.
         """
         with self._lock:
             if (connection := self._connections.get(number)) is not None:
-                self._recalled.add(number)
+                self._revoked.add(number)
                 _shut(connection, socket.SHUT_RD)
 
     def close(self) -> None:
@@ -149,11 +149,11 @@ class KVHolder:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._hold(number, connection)
         except (OSError, TransferError, RuntimeError) as error:
-            if not self._is_closed and number not in self._recalled:
+            if not self._is_closed and number not in self._revoked:
                 logger.warning("remote KV is given up: %s", error or type(error).__name__)
         finally:
             self._release(number)
-            if number in self._recalled:
+            if number in self._revoked:
                 _take_leave(connection)
             self._forget(number, connection)
 
@@ -162,7 +162,7 @@ class KVHolder:
             connection.close()
             del self._connections[number]
             self._strangers.pop(number, None)
-            self._recalled.discard(number)
+            self._revoked.discard(number)
 
     def _hold(self, number: int, connection: socket.socket) -> None:
         header = hear(connection)
@@ -195,7 +195,7 @@ class KVHolder:
         num_tiles = len(block_ids) // self._blocks_each
         tell(connection, Kind.OPENED, number=num_tiles)
         missing = set(self._layout.layers)
-        while num_tiles and (header := self._next(connection)) is not None and number not in self._recalled:
+        while num_tiles and (header := self._next(connection)) is not None and number not in self._revoked:
             if header.kind is Kind.PUT and header.layer in missing:
                 self._put(connection, header, block_ids)
                 missing.discard(header.layer)
@@ -238,10 +238,10 @@ class KVHolder:
 
 
 def _take_leave(connection: socket.socket) -> None:
-    """Tell the other end that its blocks were recalled."""
+    """Tell the other end that its blocks were revoked."""
     with contextlib.suppress(OSError):  # the other end is gone
         connection.settimeout(MESSAGE_S)
-        tell(connection, Kind.RECALLED)
+        tell(connection, Kind.REVOKED)
 
 
 def _shut(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from kv_transfer.distributed_kv.wire import LEAST_S, MAX_BYTES, Asker, Kind, hear, hear_answer, tell
-from kv_transfer.results import RemoteKVRecalled, TransferError
+from kv_transfer.results import RemoteKVRevoked, TransferError
 from serving_core.layout import KVLayout
 
 ROOM_S: Final = 3.0  # to connect and to learn whether there is room
@@ -26,7 +26,7 @@ class RemoteKV:
         self.address: Final = address
         self.num_tiles: Final = num_tiles
         self.is_silent = False  # the holder has not replied in time
-        self.is_recalled = False  # the holder needs its blocks and is otherwise healthy
+        self.is_revoked = False  # the holder needs its blocks and is otherwise healthy
         self._connection = connection
         self._row_bytes, self._partial_bytes = row_bytes, partial_bytes
 
@@ -66,23 +66,23 @@ class RemoteKV:
             yield
         except OSError as error:
             self.is_silent = isinstance(error, TimeoutError)
-            self.is_recalled |= not self.is_silent and _has_recalled(self._connection)
+            self.is_revoked |= not self.is_silent and _has_revoked(self._connection)
             self.close()
             raise
         except TransferError as error:
-            self.is_recalled |= isinstance(error, RemoteKVRecalled)
+            self.is_revoked |= isinstance(error, RemoteKVRevoked)
             self.close()
             raise ConnectionError(str(error)) from error
 
 
-def _has_recalled(connection: socket.socket) -> bool:
-    """Return whether the holder's last message was a recall, sent before it closed the connection."""
+def _has_revoked(connection: socket.socket) -> bool:
+    """Return whether the holder's last message was a revocation, sent before it closed the connection."""
     try:
         connection.settimeout(LEAST_S)
         header = hear(connection)
     except (OSError, TransferError):
         return False
-    return header is not None and header.kind is Kind.RECALLED
+    return header is not None and header.kind is Kind.REVOKED
 
 
 def most_tiles_of(layout: KVLayout, tile_tokens: int) -> int:

@@ -5,7 +5,7 @@ PUT(layer, KV)                          ->  PUT, once for each layer
 ASK(layer, query)                       ->  PARTIALS, one for each tile
 CARRY(layer, queries, partials so far)  ->  PARTIALS, one for each row; the first remote KV gets none
 
-Instead of a reply, or while no request is open, RECALLED may come: the holder needs its blocks, and closes.
+Instead of a reply, or while no request is open, REVOKED may come: the holder needs its blocks, and closes.
 """
 
 import socket
@@ -15,7 +15,7 @@ import zlib
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from kv_transfer.results import RemoteKVRecalled, TransferError
+from kv_transfer.results import RemoteKVRevoked, TransferError
 
 KEY_BYTES: Final = 32
 MAX_BYTES: Final = 2**30  # in the payload of one message
@@ -36,7 +36,7 @@ class Kind(IntEnum):
     ASK = 4
     PARTIALS = 5
     CARRY = 6
-    RECALLED = 7
+    REVOKED = 7
 
 
 class Asker(NamedTuple):
@@ -105,13 +105,13 @@ def hear_answer(
 ) -> tuple[Header, bytearray]:
     """Return the reply of this kind and layer.
 
-    Raises OSError or TransferError; RemoteKVRecalled if the holder has recalled its blocks.
+    Raises OSError or TransferError; RemoteKVRevoked if the holder has revoked its blocks.
     """
     header = hear(connection)
     if header is None:
         raise TransferError("the node that holds remote KV has hung up")
-    if header.kind is Kind.RECALLED:
-        raise RemoteKVRecalled("the node that holds remote KV needs its blocks for an older request")
+    if header.kind is Kind.REVOKED:
+        raise RemoteKVRevoked("the node that holds remote KV needs its blocks for an older request")
     if header.kind is not kind:
         raise TransferError(f"remote KV answers {header.kind.name} in place of {kind.name}")
     if header.layer != layer:

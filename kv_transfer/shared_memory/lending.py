@@ -61,7 +61,7 @@ class WrittenArea:
             raise
         self._descriptor = descriptor
 
-    def hand_over(self, reader: socket.socket) -> None:
+    def send_descriptor(self, reader: socket.socket) -> None:
         """Send the descriptor, with which no process can write, and close it here. Call once. Raises OSError."""
         try:
             socket.send_fds(reader, [b"."], [self._descriptor])
@@ -157,7 +157,7 @@ class Loan:
         self._lent: dict[int, tuple[int, asyncio.Future[None]]] = {}  # (slot, future) by number, in order
         self._last = 0
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._secret = lender.memory_socket.expect(self._hand_over)
+        self._secret = lender.memory_socket.expect(self._send_descriptor)
         tell(Offer(lender.memory_socket.name, self._secret, self._nonce, NUM_SLOTS))
 
     def lend(self, frames: Sequence[memoryview]) -> tuple[Lent, asyncio.Future[None]] | None:
@@ -210,7 +210,7 @@ class Loan:
         self._free.append(slot)
         returned.set_result(None)
 
-    def _hand_over(self, visitor: socket.socket) -> None:
+    def _send_descriptor(self, visitor: socket.socket) -> None:
         """Pass the memory to the receiver, which has connected. On failure the connection closes."""
         try:
             if self._lender.num_areas >= MAX_AREAS:
@@ -224,7 +224,7 @@ class Loan:
         self._lender.num_areas += 1
         self._loop.add_reader(visitor, self._lose)
         try:
-            area.hand_over(visitor)
+            area.send_descriptor(visitor)
         except OSError:
             self.close()
 

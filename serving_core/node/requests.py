@@ -129,7 +129,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HolderEndpoint:
     """A KV holder: a node that may hold blocks of a request which exceeds its own node's pool."""
 
     address: str
@@ -140,7 +140,7 @@ class Host:
 class Distributed:
     """Data of a request that may exceed the pool: its oldest blocks go to KV holders."""
 
-    hosts: tuple[Host, ...]
+    holders: tuple[HolderEndpoint, ...]
     num_remote_blocks: int = 0  # blocks that KV holders hold; the lease has the blocks behind them
     is_moving: bool = False  # some blocks are on their way to a KV holder
     waited_s: float = 0.0  # seconds it has waited for a KV holder to have free blocks

@@ -16,7 +16,7 @@ from kv_transfer.distributed_kv.wire import KEY_BYTES, Asker
 from kv_transfer.results import TransferError
 from serving_core.errors import SettingsError
 from serving_core.node.requests import NodeRequest
-from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RecallRemoteKV
+from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RevokeRemoteKV
 from serving_node.settings import NodeSettings
 
 logger = logging.getLogger(__name__)
@@ -73,16 +73,16 @@ class RemoteKVEnds:
     def address(self) -> str:
         return self._host.address
 
-    def carry_out(self, decision: OpenRemoteKV | RecallRemoteKV | CloseRemoteKV) -> None:
+    def carry_out(self, decision: OpenRemoteKV | RevokeRemoteKV | CloseRemoteKV) -> None:
         """Carry out a decision.
 
-        The result of OpenRemoteKV goes to `on_opened`; recalled blocks are returned by `release`.
+        The result of OpenRemoteKV goes to `on_opened`; revoked blocks are returned by `release`.
         """
         match decision:
             case OpenRemoteKV():
                 self._begin(decision)
-            case RecallRemoteKV(number=number):
-                self._host.recall(number)
+            case RevokeRemoteKV(number=number):
+                self._host.revoke(number)
             case CloseRemoteKV(remote_kvs=remote_kvs):
                 for remote_kv in remote_kvs:
                     remote_kv.close()
@@ -113,7 +113,7 @@ class RemoteKVEnds:
             return self._pool.read(layer, block_ids[: num_tiles * self._blocks_each])
 
         most_tiles = min(len(block_ids) // self._blocks_each, self._most_tiles)
-        for host in distributed.hosts:
+        for host in distributed.holders:
             try:
                 remote_kv = open_remote_kv(
                     host.address,

@@ -1,14 +1,13 @@
-"""Track distributed KV on this node: blocks that hold KV of other nodes' requests, and claims on them. Pure.
+"""Track distributed KV on this node: blocks that hold KV of other nodes' requests, and reservations on them. Pure.
 
-KV of other nodes' requests is recalled for an older request that lacks blocks; the younger request then begins
-again, behind the older one. Only older requests cause a recall, so the oldest request keeps its blocks.
+KV of other nodes' requests is revoked for an older request that lacks blocks; the younger request then begins
+again, behind the older one. Only older requests cause a revocation, so the oldest request keeps its blocks.
 
-A claim keeps the blocks of a tile free for the oldest waiting request of another node, once free blocks and the blocks
-of younger requests are enough for one; otherwise short requests would never leave enough at one moment. Credits of
-which no KV has arrived are revoked at once, as their node may be the waiting one. If the request still asks
-after a while, the youngest other requests are preempted, and if those hold too little, KV of younger requests is
-recalled. A claim ends a while after the request's last question.
-"""
+A reservation keeps the blocks of a tile free for the oldest waiting request of another node, once free blocks and the
+blocks of younger requests are enough for one; otherwise short requests would never leave enough at one moment. Credits
+of which no KV has arrived are revoked at once, as their node may be the waiting one. If the request still asks after a
+while, the youngest other requests are preempted, and if those hold too little, KV of younger requests is revoked. A
+reservation ends a while after the request's last question."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -31,19 +30,19 @@ def most_hosted_tokens(num_blocks: int, block_size: int, tile_tokens: int) -> in
 
 
 @dataclass(slots=True)
-class _Hosted:
+class _Held:
     """Hold the blocks of one remote request."""
 
     lease: BlockLease
     age: int  # age of the remote request
-    is_recalled: bool = False
+    is_revoked: bool = False
 
     @property
     def num_blocks(self) -> int:
         return len(self.lease.block_ids)
 
 
-class Hosting:
+class HeldKV:
     """Track the KV of other nodes' requests on this node, by number."""
 
     def __init__(
@@ -51,18 +50,18 @@ class Hosting:
         allocator: BlockAllocator,
         block_size: int,
         tile_tokens: int,
-        on_recalled: Callable[[int], None] = lambda _: None,
+        on_revoked: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Create an empty tracker.
 
-        `on_recalled` is called with the number of each lease that must be released.
+        `on_revoked` is called with the number of each lease that must be released.
         """
         self._allocator = allocator
         self._blocks_each = tile_tokens // block_size
         self._most_blocks = most_hosted_tokens(allocator.num_blocks, block_size, tile_tokens) // block_size
-        self._on_recalled = on_recalled
-        self._remote_kvs: dict[int, _Hosted] = {}
-        self.num_recalled = 0
+        self._on_revoked = on_revoked
+        self._remote_kvs: dict[int, _Held] = {}
+        self.num_revoked = 0
 
     @property
     def blocks_each(self) -> int:
@@ -80,13 +79,13 @@ class Hosting:
         return sum(each.num_blocks for each in self._remote_kvs.values())
 
     def num_firm(self, age: float) -> int:
-        """Return the blocks that are not recalled for a request of this age."""
+        """Return the blocks that are not revoked for a request of this age."""
         return sum(each.num_blocks for each in self._remote_kvs.values() if each.age <= age)
 
     @property
-    def is_recalling(self) -> bool:
-        """Return whether recalled blocks are about to come free."""
-        return any(each.is_recalled for each in self._remote_kvs.values())
+    def is_revoking(self) -> bool:
+        """Return whether revoked blocks are about to come free."""
+        return any(each.is_revoked for each in self._remote_kvs.values())
 
     @property
     def may_grow(self) -> bool:
@@ -94,7 +93,7 @@ class Hosting:
         return self._most_blocks - self.num_blocks >= self._blocks_each > 0
 
     def may_grow_for(self, age: int) -> bool:
-        """Return whether one more tile is allowed for a request of this age, once younger requests are recalled."""
+        """Return whether one more tile is allowed for a request of this age, once younger requests are revoked."""
         return self._most_blocks - self.num_firm(age) >= self._blocks_each > 0
 
     def lease(self, number: int, most_tiles: int, age: int, *, num_spare: int = 0) -> list[int]:
@@ -108,35 +107,35 @@ class Hosting:
         if num_tiles <= 0:
             return []
         lease = self._allocator.allocate(num_tiles * self._blocks_each)
-        self._remote_kvs[number] = _Hosted(lease, age)
+        self._remote_kvs[number] = _Held(lease, age)
         return list(lease.block_ids)
 
-    def recall(self) -> None:
-        """Recall the blocks of the youngest remote request, which begins again; the blocks come free soon."""
+    def revoke(self) -> None:
+        """Revoke the blocks of the youngest remote request, which begins again; the blocks come free soon."""
         youngest = max(each.age for each in self._remote_kvs.values())
         for number, each in self._remote_kvs.items():
             if each.age == youngest:
-                each.is_recalled = True
-                self.num_recalled += 1
-                self._on_recalled(number)
+                each.is_revoked = True
+                self.num_revoked += 1
+                self._on_revoked(number)
 
     def release(self, number: int) -> None:
         """Release the blocks that another node's request has here; does nothing for a number that has none."""
-        if (hosted := self._remote_kvs.pop(number, None)) is not None:
-            hosted.lease.release()
+        if (held := self._remote_kvs.pop(number, None)) is not None:
+            held.lease.release()
 
 
 LAPSE_S: Final = 2.0  # after the last question and a step: a few times RETRY_S of distributed_kv.py
-MOST_STEP_S: Final = 30.0  # limit of the step time that a claim waits for
+MOST_STEP_S: Final = 30.0  # limit of the step time that a reservation waits for
 HOLD_S: Final = 5.0  # after which younger requests are preempted
 
 
-class Claim(Reserve):
-    """Track the claim of the oldest remote request that waits for blocks of this node."""
+class TileReservation(Reserve):
+    """Track the reservation of the oldest remote request that waits for blocks of this node."""
 
-    def __init__(self, node_requests: NodeRequests, leases: Leases, hosting: Hosting) -> None:
-        self._node_requests, self._leases, self._hosting = node_requests, leases, hosting
-        self.age: float = math.inf  # of the request; inf: no claim
+    def __init__(self, node_requests: NodeRequests, leases: Leases, held_kv: HeldKV) -> None:
+        self._node_requests, self._leases, self._held_kv = node_requests, leases, held_kv
+        self.age: float = math.inf  # of the request; inf: no reservation
         self._due_s = self._ends_s = 0.0
         self._is_due = False  # younger requests are to be preempted
         self._is_served = False  # the last question was satisfied
@@ -147,7 +146,7 @@ class Claim(Reserve):
         return self._ends_s if self.age < math.inf else None
 
     def put(self, age: int, now: float, step_s: float) -> None:
-        """Claim blocks for a request that has asked again in vain. `step_s` is the time of one of its steps."""
+        """Reserve blocks for a request that has asked again in vain. `step_s` is the time of one of its steps."""
         if age < self.age:
             self.age, self._due_s = age, now + HOLD_S
         self._ask(age, now, step_s, is_served=False)
@@ -167,7 +166,7 @@ class Claim(Reserve):
 
     def num_kept_from(self, age: int) -> int:
         """Return the free blocks that a request of this age must leave."""
-        return self._hosting.blocks_each if age > self.held_back_from() else 0
+        return self._held_kv.blocks_each if age > self.held_back_from() else 0
 
     def gate(self, num_blocks: Callable[[NodeRequest], int]) -> Callable[[NodeRequest], bool]:
         """Return a function that tells, for requests in turn, whether they leave enough blocks."""
@@ -175,25 +174,25 @@ class Claim(Reserve):
         return lambda each: each.age <= held_back_from or self._leaves_enough(num_blocks(each))
 
     def _leaves_enough(self, num_blocks: int) -> bool:
-        return self._leases.num_free - num_blocks >= self._hosting.blocks_each
+        return self._leases.num_free - num_blocks >= self._held_kv.blocks_each
 
     def held_back_from(self) -> float:
         """Return the age from which requests leave the blocks of a tile free; inf without a restriction."""
         return self.age if self.age < math.inf and self._makes_up(self._is_younger) else math.inf
 
-    def recalls(self) -> bool:
-        """Return whether tiles of younger remote requests are to be recalled, since preempting here is not enough."""
-        hosting = self._hosting
-        if not self._is_due or self._is_served or hosting.is_recalling:
+    def revokes(self) -> bool:
+        """Return whether tiles of younger remote requests are to be revoked, since preempting here is not enough."""
+        held_kv = self._held_kv
+        if not self._is_due or self._is_served or held_kv.is_revoking:
             return False
-        has_younger = hosting.num_blocks > hosting.num_firm(self.age)
-        return has_younger and not (hosting.may_grow and self._makes_up(self._is_younger))
+        has_younger = held_kv.num_blocks > held_kv.num_firm(self.age)
+        return has_younger and not (held_kv.may_grow and self._makes_up(self._is_younger))
 
     def victims(self) -> Iterable[NodeRequest]:
         """Return the younger requests to preempt before the next step, so that the blocks of a tile come free.
 
-        Empty without an unserved claim, while any request is being revoked, and if those that may give way are too few.
-        """
+        Empty without an unserved reservation, while any request is being revoked, and if those that may give way are
+        too few."""
         if self.age == math.inf or self._is_served or any(each.is_revoked for each in self._node_requests):
             return []
         victims: list[NodeRequest] = []
@@ -217,4 +216,4 @@ class Claim(Reserve):
         for each in self._node_requests:
             if each.lease is not None:
                 (leave if leaves(each) else stay).update(each.lease.block_ids)
-        return len(leave - stay) + self._leases.num_free >= self._hosting.blocks_each
+        return len(leave - stay) + self._leases.num_free >= self._held_kv.blocks_each

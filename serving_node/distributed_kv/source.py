@@ -1,9 +1,8 @@
 """Move the oldest tiles of requests that are longer than this node's pool to other nodes (distributed KV). Pure.
 
-Such a request comes with the nodes that may hold its KV, its *hosts*. Its blocks have no hashes, since not all of them
-are here; it does not migrate and has no draft tokens. A tile that has left is final and never comes back. If a KV
-holder is lost, the attempt is lost and begins again elsewhere.
-"""
+Such a request comes with the nodes that may hold its KV, its *KV holders*. Its blocks have no hashes, since not all of
+them are here; it does not migrate and has no draft tokens. A tile that has left is final and never comes back. If a KV
+holder is lost, the attempt is lost and begins again elsewhere."""
 
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
@@ -16,13 +15,13 @@ from serving_core.node.blocks import BlockAllocator, BlockLease
 from serving_core.node.leases import Leases
 from serving_core.node.requests import Distributed, NodeRequest, NodeRequests
 from serving_node.admission import Admission
-from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RecallRemoteKV
-from serving_node.distributed_kv.holder import HOLD_S, LAPSE_S, Claim, Hosting
+from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RevokeRemoteKV
+from serving_node.distributed_kv.holder import HOLD_S, LAPSE_S, HeldKV, TileReservation
 from serving_node.sources import StepSource
 from serving_node.transfers import Endings
 
 RETRY_S: Final = 0.2
-PATIENCE_S: Final = 30.0  # total wait for hosts without room, until one has room
+PATIENCE_S: Final = 30.0  # total wait for holders without room, until one has room
 
 
 class Opened(Protocol):
@@ -32,8 +31,8 @@ class Opened(Protocol):
     def num_tiles(self) -> int: ...
 
     @property
-    def is_recalled(self) -> bool:
-        """Return whether the KV holder has recalled the blocks."""
+    def is_revoked(self) -> bool:
+        """Return whether the KV holder has revoked the blocks."""
 
 
 class DistributedKV(StepSource):
@@ -53,9 +52,9 @@ class DistributedKV(StepSource):
         self._node_requests, self._leases = node_requests, leases
         self._endings, self._decisions = endings, endings.decisions
         self._tile_tokens = tile_tokens
-        self.hosting = Hosting(allocator, leases.block_size, tile_tokens, self._recall)
-        self._claim = Claim(node_requests, leases, self.hosting)
-        self._recalled_for: set[NodeRequest] = set()  # tiles of other nodes were recalled for them
+        self.held_kv = HeldKV(allocator, leases.block_size, tile_tokens, self._revoke)
+        self._reservation = TileReservation(node_requests, leases, self.held_kv)
+        self._revoked_for: set[NodeRequest] = set()  # tiles of other nodes were revoked for them
         self._held_up: dict[
             NodeRequest, tuple[float, float]
         ] = {}  # time of the next attempt, and time up to which the wait is counted
@@ -63,57 +62,58 @@ class DistributedKV(StepSource):
         leases.on_remote_kv_left = self._close
 
     def join(self, admission: Admission, preemption: Preemption) -> None:
-        """Have `admission` keep blocks free for the claims of other nodes, and `preemption` take blocks for them."""
+        """Have `admission` keep blocks free for the reservations of other nodes, and `preemption` take blocks for
+        them."""
         self._admission, self._preemption = admission, preemption
-        admission.reserve = self._claim
+        admission.reserve = self._reservation
 
     @property
     def held(self) -> dict[int, BlockLease]:
         """Return the leases of blocks that hold KV of other nodes' requests, by the number of the remote KV."""
-        return self.hosting.held
+        return self.held_kv.held
 
     @property
     def is_idle(self) -> bool:
         """Return whether no KV of other nodes is here."""
-        return not self.hosting.num_blocks
+        return not self.held_kv.num_blocks
 
     @property
     def wake_at_s(self) -> float | None:
         """Return when the next `tick` is due, or None."""
         wakes = [retry_s for each, (retry_s, _) in self._held_up.items() if not each.is_busy]
-        if self._claim.wake_at_s is not None:
-            wakes.append(self._claim.wake_at_s)
+        if self._reservation.wake_at_s is not None:
+            wakes.append(self._reservation.wake_at_s)
         return min(wakes, default=None)
 
     def fill(self, load: inference_pb2.NodeLoad) -> None:
         """Fill in the tiles of other nodes here, and the number of tiles that were placed on other nodes."""
-        load.num_remote_kv_blocks, load.num_remote_kvs_revoked = self.hosting.num_blocks, self.hosting.num_recalled
+        load.num_remote_kv_blocks, load.num_remote_kvs_revoked = self.held_kv.num_blocks, self.held_kv.num_revoked
         load.num_remote_kvs = self.num_opened
 
     # ---- tiles of other nodes ----
 
-    def host(self, number: int, most_tiles: int, asker: Asker, now: float) -> list[int]:
+    def lease_remote_kv(self, number: int, most_tiles: int, asker: Asker, now: float) -> list[int]:
         """Return blocks for tiles of another node's request; the list may be empty.
 
         If the request asks again, room is made for it.
         """
-        if not self.may_host(asker.age):
+        if not self.may_hold(asker.age):
             return []
         block_ids = self._lease(number, most_tiles, asker.age)
         if block_ids:
-            self._claim.serve(asker.age, now, asker.step_s)
-        elif asker.is_again and self.hosting.may_grow_for(asker.age):
-            self._claim.put(asker.age, now, asker.step_s)
+            self._reservation.serve(asker.age, now, asker.step_s)
+        elif asker.is_again and self.held_kv.may_grow_for(asker.age):
+            self._reservation.put(asker.age, now, asker.step_s)
         return block_ids
 
-    def may_host(self, age: int) -> bool:
+    def may_hold(self, age: int) -> bool:
         """Return whether tiles of a remote request of this age may be placed here.
 
-        False while requests are preempted for an older one, or while a request is here for which tiles were recalled:
-        they would be recalled again, with all their computation.
+        False while requests are preempted for an older one, or while a request is here for which tiles were revoked:
+        they would be revoked again, with all their computation.
         """
-        self._recalled_for.intersection_update(self._node_requests)
-        return not self._admission.is_behind(age) and not any(each.age < age for each in self._recalled_for)
+        self._revoked_for.intersection_update(self._node_requests)
+        return not self._admission.is_behind(age) and not any(each.age < age for each in self._revoked_for)
 
     def _lease(self, number: int, most_tiles: int, age: int) -> list[int]:
         """Lease blocks for tiles of another node's request.
@@ -121,44 +121,44 @@ class DistributedKV(StepSource):
         Younger requests of this node that wait for remote blocks themselves are preempted, so that two nodes do not
         wait for each other. If an older remote request waits for blocks, only the surplus is given.
         """
-        is_first = age <= self._claim.age
-        block_ids = self.hosting.lease(number, most_tiles, age, num_spare=0 if is_first else self.hosting.blocks_each)
-        while not block_ids and is_first and self.hosting.may_grow:
+        is_first = age <= self._reservation.age
+        block_ids = self.held_kv.lease(number, most_tiles, age, num_spare=0 if is_first else self.held_kv.blocks_each)
+        while not block_ids and is_first and self.held_kv.may_grow:
             if (younger := self._youngest_held_up(age)) is None:
                 break
             self._preemption.preempt(younger)
-            block_ids = self.hosting.lease(number, most_tiles, age)
+            block_ids = self.held_kv.lease(number, most_tiles, age)
         return block_ids
 
-    def _recall(self, number: int) -> None:
-        self._decisions.add(RecallRemoteKV(number))
+    def _revoke(self, number: int) -> None:
+        self._decisions.add(RevokeRemoteKV(number))
 
     # ---- steps ----
 
     def before_step(self) -> None:
-        """Preempt requests, and recall tiles of other nodes, for the oldest claim."""
-        for victim in self._claim.victims():
+        """Preempt requests, and revoke tiles of other nodes, for the oldest reservation."""
+        for victim in self._reservation.victims():
             self._preemption.preempt(victim)
-        if self._claim.recalls():
-            self.hosting.recall()
+        if self._reservation.revokes():
+            self.held_kv.revoke()
 
     def after_step(self, node_requests: list[NodeRequest], step_s: float, now: float) -> None:
-        """Begin requests again whose tiles were recalled, fail those whose tiles are lost, and ask hosts again."""
+        """Begin requests again whose tiles were revoked, fail those whose tiles are lost, and ask holders again."""
         for node_request in node_requests:
-            if any(remote_kv.is_recalled for remote_kv in node_request.request.remote_kvs):
+            if any(remote_kv.is_revoked for remote_kv in node_request.request.remote_kvs):
                 self._preemption.preempt(node_request)
             self._check(node_request, now, step_s)
 
     def unblock(self) -> bool:
         """Fail a request that lacks blocks because this node holds tiles of older requests.
 
-        Another node may have enough blocks. KV of younger requests is recalled instead. Returns whether a request
+        Another node may have enough blocks. KV of younger requests is revoked instead. Returns whether a request
         failed.
         """
         node_request = self.stranded()
-        if node_request is None or self.recall(node_request):
+        if node_request is None or self.revoke(node_request):
             return False
-        message = f"{self.hosting.num_blocks} blocks of this node hold parts of other nodes' requests: too few are left"
+        message = f"{self.held_kv.num_blocks} blocks of this node hold parts of other nodes' requests: too few are left"
         self._endings.fail(node_request, reasons.QUEUE_FULL, message)
         return True
 
@@ -167,25 +167,25 @@ class DistributedKV(StepSource):
 
         For a node that has nothing to compute and nothing to preempt. None if there is no such request.
         """
-        hosting, admission = self.hosting, self._admission
-        if not hosting.num_blocks or hosting.is_recalling or admission.comes_any_free_soon:
+        held_kv, admission = self.held_kv, self._admission
+        if not held_kv.num_blocks or held_kv.is_revoking or admission.comes_any_free_soon:
             return None
-        num_left = self._leases.num_blocks - hosting.num_blocks
+        num_left = self._leases.num_blocks - held_kv.num_blocks
         lacking = [each for each in admission.lacking() if not self._makes_room_for(each)]
         return next((each for each in lacking if admission.num_blocks_for(each) > num_left), None)
 
-    def recall(self, node_request: NodeRequest) -> bool:
-        """Recall tiles of the youngest remote requests for a stranded request.
+    def revoke(self, node_request: NodeRequest) -> bool:
+        """Revoke tiles of the youngest remote requests for a stranded request.
 
-        The blocks come free soon, for this request. Returns False, and recalls nothing, if that would not be enough or
+        The blocks come free soon, for this request. Returns False, and revokes nothing, if that would not be enough or
         the KV is of older requests.
         """
-        num_left = self._leases.num_blocks - self.hosting.num_firm(node_request.age)
+        num_left = self._leases.num_blocks - self.held_kv.num_firm(node_request.age)
         if self._admission.num_blocks_for(node_request) > num_left:
             return False
         self._admission.prefer(node_request)
-        self._recalled_for.add(node_request)
-        self.hosting.recall()
+        self._revoked_for.add(node_request)
+        self.held_kv.revoke()
         return True
 
     # ---- tiles on other nodes ----
@@ -199,7 +199,7 @@ class DistributedKV(StepSource):
         if node_request.is_moving or node_request.in_step:
             return 0
         num_missing = leases.num_missing(node_request, node_request.num_computed + num_tokens)
-        num_free = leases.num_free - self._claim.num_kept_from(node_request.age)
+        num_free = leases.num_free - self._reservation.num_kept_from(node_request.age)
         if (num_got := min(num_missing, num_free)) > 0:
             leases.grow(node_request, num_got)
         if num_got >= num_missing:
@@ -211,7 +211,7 @@ class DistributedKV(StepSource):
         return min(num_tokens, leases.num_tokens_held(node_request) - node_request.num_computed)
 
     def _makes_room_for(self, node_request: NodeRequest) -> bool:
-        """Return whether hosts may still make room for a request.
+        """Return whether holders may still make room for a request.
 
         False once the request has waited so long that every request that can be preempted would have been, which
         happens between steps.
@@ -222,12 +222,12 @@ class DistributedKV(StepSource):
         return distributed.waited_s < HOLD_S + LAPSE_S + distributed.longest_step_s
 
     def _youngest_held_up(self, age: int) -> NodeRequest | None:
-        """Return the youngest request younger than `age` whose hosts had no room at the last attempt, or None."""
+        """Return the youngest request younger than `age` whose holders had no room at the last attempt, or None."""
         waiting = [each for each in self._held_up if each.age > age and each.lease is not None and not each.is_busy]
         return max((each for each in waiting if not each.is_ending), key=lambda each: each.age, default=None)
 
     def opened(self, node_request: NodeRequest, remote_kv: Opened | None, now: float) -> None:
-        """Record the end of an `OpenRemoteKV`; `remote KV` is None if no host has room."""
+        """Record the end of an `OpenRemoteKV`; `remote KV` is None if no holder has room."""
         distributed = _distributed_of(node_request)
         distributed.is_moving = False
         if remote_kv is not None:
@@ -241,13 +241,13 @@ class DistributedKV(StepSource):
         self._endings.settle(node_request)
 
     def tick(self, now: float) -> None:
-        """Ask hosts again that had no room, and end the claim of a request that asks no more."""
-        self._claim.tick(now)
+        """Ask holders again that had no room, and end the reservation of a request that asks no more."""
+        self._reservation.tick(now)
         for node_request in list(self._held_up):
             self._try_again(node_request, now)
 
     def _check(self, node_request: NodeRequest, now: float, step_s: float) -> None:
-        """Fail a request that lost remote blocks in a step, and ask hosts again if an attempt is due."""
+        """Fail a request that lost remote blocks in a step, and ask holders again if an attempt is due."""
         if (distributed := node_request.distributed) is None:
             return
         distributed.longest_step_s = max(distributed.longest_step_s, step_s)
@@ -266,7 +266,7 @@ class DistributedKV(StepSource):
                 self._begin(node_request)
 
     def _begin(self, node_request: NodeRequest) -> None:
-        """Send the full tiles of a request to a host, if it has any."""
+        """Send the full tiles of a request to a holder, if it has any."""
         assert node_request.lease is not None
         each = self._tile_tokens // self._leases.block_size
         num_tiles = node_request.num_computed // self._tile_tokens - node_request.num_remote_blocks // each
@@ -275,7 +275,7 @@ class DistributedKV(StepSource):
             self._decisions.add(OpenRemoteKV(node_request, node_request.lease.block_ids[: num_tiles * each], is_again))
 
     def _hold_up(self, node_request: NodeRequest, now: float) -> None:
-        """Note that hosts have no room. The first time the request asks again at once, so that hosts make room."""
+        """Note that holders have no room. The first time the request asks again at once, so that holders make room."""
         retry_s, noted_s = now, now
         if node_request in self._held_up:
             retry_s, (_, noted_s) = now + RETRY_S, self._held_up[node_request]

@@ -184,7 +184,7 @@ class ModelInfo:
 class NodeInfo:
     """An attached node.
 
-    fingerprint must be equal on all nodes, engine may differ, and traits may differ and change the bits of outputs.
+    fingerprint must be equal on all nodes, engine may differ, and numerics may differ and change the bits of outputs.
     """
 
     name: str
@@ -192,7 +192,7 @@ class NodeInfo:
     incarnation: str
     fingerprint: Mapping[str, str]
     engine: Mapping[str, str]
-    traits: Mapping[str, str]
+    numerics: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +365,7 @@ def to_node_load(message: inference_pb2.NodeLoad) -> NodeLoad:
 
 
 def _node_info(message: inference_pb2.NodeInfo) -> NodeInfo:
-    maps = {name: dict(getattr(message, name)) for name in ("fingerprint", "engine", "traits")}
+    maps = {name: dict(getattr(message, name)) for name in ("fingerprint", "engine", "numerics")}
     return record_of(NodeInfo, message, **maps)
 
 

@@ -131,12 +131,12 @@ def _kinds(server: ServerInfo) -> list[Text]:
     """Return the nodes by kind if outputs may differ in bits between them; else nothing."""
     kinds: dict[frozenset[tuple[str, str]], list[str]] = {}
     for node in server.nodes:
-        if node.traits:
-            kinds.setdefault(frozenset(node.traits.items()), []).append(node.name)
+        if node.numerics:
+            kinds.setdefault(frozenset(node.numerics.items()), []).append(node.name)
     if len(kinds) < 2:
         return []
     names = " | ".join(", ".join(names) for names in kinds.values())
-    return [Text(f"unlike nodes, whose answers may differ in bits: {names}", style="yellow")]
+    return [Text(f"nodes whose outputs may differ in bits: {names}", style="yellow")]
 
 
 def _troubles(nodes: list[NodeLoad]) -> list[Text]:
@@ -233,7 +233,7 @@ def shape_text(shape: Shape) -> str:
     """Return a node's limits: prompt tokens a step, and running slots."""
     parts = [f"{shape.prompt_tokens} tokens"] if shape.reads else []
     if shape.writes:
-        parts.append(f"{shape.slots} slots" + ("" if shape.accepts_transfers else ", no hand-overs"))
+        parts.append(f"{shape.slots} slots" + ("" if shape.accepts_transfers else ", no KV transfers"))
     return " + ".join(parts)
 
 

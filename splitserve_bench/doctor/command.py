@@ -133,7 +133,7 @@ def _measure(
         if save_path is not None:
             from splitserve_bench.doctor.measure import measure_profile
 
-            profile = await measure_profile(model, settings, sizes, figures.costs.corridor.bytes_per_s, report)
+            profile = await measure_profile(model, settings, sizes, figures.costs.kv_transfer.bytes_per_s, report)
             profile.save(save_path)
             report(f"written: {save_path}")
 

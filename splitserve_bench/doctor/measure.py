@@ -63,12 +63,12 @@ from splitserve_bench.serve.records import Outcome, PlannedRequest
 from splitserve_bench.simulate.profile import (
     NO_SPREAD,
     ControlProfile,
-    CorridorProfile,
     Grid,
     NodeSizes,
     Profile,
     Spread,
     StepProfile,
+    TransferProfile,
 )
 
 PREFILL_NODE, DECODE_NODE, WHOLE_NODE = "prefill node", "decode node", "one node for both"
@@ -351,7 +351,7 @@ def profile_of(
         cores=cores,
         node=node,
         steps=dataclasses.replace(steps, overhead_s=overhead_s, prompt_overhead_s=prompt_overhead_s),
-        corridor=CorridorProfile(latency_s, bytes_per_s),
+        kv_transfer=TransferProfile(latency_s, bytes_per_s),
         control=control_of(short),
     )
 
@@ -427,10 +427,10 @@ def control_of(outcomes: Sequence[Outcome]) -> ControlProfile:
     """Return the medians of messages and of the way through the API server, and how far both spread around them."""
     messages_s = [_phase(each, "prefill_queue_s") / 2 for each in outcomes]
     api_servers_s = [max(0.0, _api_server_s(each)) for each in outcomes]
-    message_s, door_s = statistics.median(messages_s), statistics.median(api_servers_s)
+    message_s, api_server_s = statistics.median(messages_s), statistics.median(api_servers_s)
     factors = [each_s / message_s for each_s in messages_s if message_s]
-    factors += [each_s / door_s for each_s in api_servers_s if door_s]
-    return ControlProfile(message_s, door_s, spread_of(factors))
+    factors += [each_s / api_server_s for each_s in api_servers_s if api_server_s]
+    return ControlProfile(message_s, api_server_s, spread_of(factors))
 
 
 def spread_of(factors: Sequence[float]) -> Spread:

@@ -160,11 +160,12 @@ def _cache_line(figures: DoctorFigures) -> str:
 
 
 def _transfer_line(figures: DoctorFigures) -> str:
-    corridor, last = figures.costs.corridor, figures.prompts[-1].amount
+    kv_transfer, last = figures.costs.kv_transfer, figures.prompts[-1].amount
     taken_s = figures.costs.transfer_s(last)
     share = taken_s / figures.costs.prefill.prefill_s(last)
     return (
-        f"KV transfer ({TRANSPORT}): {corridor.latency_s * 1e3:.2f} ms and {corridor.bytes_per_s / 1e9:.2f} GB/s; a "
-        f"token has {size_of(figures.costs.token_bytes)} of KV, so that a prompt of {last} tokens is transferred in "
+        f"KV transfer ({TRANSPORT}): {kv_transfer.latency_s * 1e3:.2f} ms and "
+        f"{kv_transfer.bytes_per_s / 1e9:.2f} GB/s; a token has "
+        f"{size_of(figures.costs.token_bytes)} of KV, so that a prompt of {last} tokens is transferred in "
         f"{taken_s * 1e3:.1f} ms, {share:.1%} of its computation"
     )

@@ -30,7 +30,7 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from splitserve_bench.simulate.profile import CorridorProfile, Grid
+from splitserve_bench.simulate.profile import Grid, TransferProfile
 
 MARGIN: Final = 1.1  # what is less than a tenth apart is even
 GRID: Final = 1.05  # ratio of neighbouring prompt lengths that are tried
@@ -66,13 +66,13 @@ class NodeCosts:
 
     prefill: PrefillCost
     decode: Grid
-    corridor: CorridorProfile
+    kv_transfer: TransferProfile
     token_bytes: int  # of KV
     whole: WholeCost | None = None
 
     def transfer_s(self, prompt_tokens: int) -> float:
         """Of a prompt's KV."""
-        return self.corridor.transfer_s(prompt_tokens * self.token_bytes)
+        return self.kv_transfer.transfer_s(prompt_tokens * self.token_bytes)
 
 
 class Served(NamedTuple):
@@ -187,12 +187,12 @@ def fit_prefill(points: Sequence[tuple[int, float]]) -> PrefillCost:
     return PrefillCost(*(best.get(degree, 0.0) for degree in DEGREES))
 
 
-def fit_transfers(points: Sequence[tuple[int, float]]) -> CorridorProfile:
+def fit_transfers(points: Sequence[tuple[int, float]]) -> TransferProfile:
     """From bytes and seconds of two transfers at least: the bandwidth between the smallest and the largest, and what
     the smallest takes beyond that."""
     (few_bytes, few_s), (many_bytes, many_s) = min(points), max(points)
     byte_s = max((many_s - few_s) / (many_bytes - few_bytes), 0.0) or many_s / many_bytes
-    return CorridorProfile(max(0.0, few_s - few_bytes * byte_s), 1 / byte_s)
+    return TransferProfile(max(0.0, few_s - few_bytes * byte_s), 1 / byte_s)
 
 
 def _lengths(most: int) -> list[int]:

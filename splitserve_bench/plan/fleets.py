@@ -62,7 +62,7 @@ class JudgingClients:
     agenda: Agenda
     planned: Sequence[PlannedRequest]
     limits: Limits
-    door_s: float
+    api_server_s: float
     num_before: int
     num_counted: int
     most_missed: int
@@ -96,7 +96,7 @@ class JudgingClients:
     def _send(self, server: Server, request_id: str, judged: Judged) -> None:
         planned = judged.planned
         sampling = SamplingParams(max_tokens=planned.output_tokens, temperature=0.0, ignore_eos=True)
-        arrives_s = planned.send_at_s + self.door_s / 2
+        arrives_s = planned.send_at_s + self.api_server_s / 2
         slo = slo_of(planned)
 
         def submit() -> None:
@@ -118,7 +118,7 @@ class JudgingClients:
     def arrived(self, request_id: str, tokens: Sequence[fleet_pb2.SampledToken], moment_s: float) -> None:
         """The next tokens of an answer left the coordinator at this moment."""
         judged = self._live[request_id]
-        is_first, now = not judged.num_tokens, moment_s + self.door_s / 2
+        is_first, now = not judged.num_tokens, moment_s + self.api_server_s / 2
         judged.num_tokens += len(tokens)
         if is_first:
             self._first(judged, now)
@@ -173,7 +173,7 @@ class JudgingClients:
     def close(self) -> None:
         """Judges the rest, by the tokens that have come; the next one of each counts as if it came now, as some of the
         time is its own."""
-        now, limit_s, whole_s = self.agenda.now + self.door_s / 2, self.limits.tpot_s, self.limits.e2el_s
+        now, limit_s, whole_s = self.agenda.now + self.api_server_s / 2, self.limits.tpot_s, self.limits.e2el_s
         for judged in self.judged:
             if judged.last_s == math.inf and judged.num_tokens:
                 gap_s = (now - judged.first_s) / judged.num_tokens
@@ -217,7 +217,7 @@ class LinkedTransfers(Transfers):
         ends = self._placed[sender.name], self._placed[receiver.name]
         is_near = ends[0].host == ends[1].host
         kinds = [end.kind for end in ends]
-        rates = [kind.profile.corridor.bytes_per_s if is_near else kind.host_bytes_per_s for kind in kinds]
+        rates = [kind.profile.kv_transfer.bytes_per_s if is_near else kind.host_bytes_per_s for kind in kinds]
         return num_bytes / min(rates)
 
 
@@ -229,13 +229,15 @@ def play(
     rate: float,
     num_before: int,
     num_counted: int,
-    door_s: float,
+    api_server_s: float,
     attainment: float,
 ) -> Played:
     """The same arguments give the same figures. It ends early when so many have missed that all seeds of this rate
     together do not have that attainment, whatever the others find."""
     most_missed = round(MOST_SEEDS * (1 - attainment) * num_counted)
-    clients = JudgingClients(Agenda(), planned, limits, door_s, num_before, num_counted, most_missed, ENOUGH_TOKENS)
+    clients = JudgingClients(
+        Agenda(), planned, limits, api_server_s, num_before, num_counted, most_missed, ENOUGH_TOKENS
+    )
     run_clients(plan, clients)
     if not clients.is_early:
         clients.close()

@@ -20,11 +20,11 @@ from splitserve_bench.plan.model_sizes import ModelSizes, read_model_sizes
 from splitserve_bench.simulate.costs import ProfileCosts, costs_of
 from splitserve_bench.simulate.profile import (
     ControlProfile,
-    CorridorProfile,
     Grid,
     NodeSizes,
     Profile,
     StepProfile,
+    TransferProfile,
     read_profile,
 )
 
@@ -109,7 +109,7 @@ class Machines:
     name: str
     vocab_size: int
     max_model_len: int
-    door_s: float
+    api_server_s: float
     kinds: tuple[NodeKind, ...]
     unfit: tuple[str, ...]  # why others are none, in words
 
@@ -166,7 +166,7 @@ def _machines_of_profiles(asked: AskedNodes) -> Machines:
     if (widest := max(kind.num_devices for kind in kinds)) > asked.gpus_per_host:
         raise SettingsError(f"--gpus-per-host {asked.gpus_per_host}: a node has {widest} devices, all of one host")
     max_model_len = max(profile.node.max_model_len for profile in profiles)
-    return Machines(first.model, first.node.vocab_size, max_model_len, first.control.door_s, kinds, ())
+    return Machines(first.model, first.node.vocab_size, max_model_len, first.control.api_server_s, kinds, ())
 
 
 def _limited(profile: Profile, asked: AskedNodes) -> Profile:
@@ -189,7 +189,7 @@ def _kind_of_profile(profile: Profile, asked: AskedNodes) -> NodeKind:
     dollars_per_h, watts = _prices(asked, profile.hardware)
     return NodeKind(
         profile,
-        host_bytes_per_s=profile.corridor.bytes_per_s,
+        host_bytes_per_s=profile.kv_transfer.bytes_per_s,
         dollars_per_h=num_devices * dollars_per_h,
         watts=num_devices * watts,
         kv_cache_memory_bytes=node.num_blocks * node.block_bytes // num_devices,
@@ -218,7 +218,7 @@ def _kind_of_sheet(asked: AskedNodes, model: ModelSizes, hardware: str, tp: int,
         cores=tp * pp,
         node=node,
         steps=_step_profile(steps, node),
-        corridor=CorridorProfile(TRANSFER_S, num_sending * within.bytes_per_s * LINK),
+        kv_transfer=TransferProfile(TRANSFER_S, num_sending * within.bytes_per_s * LINK),
         control=ControlProfile(MESSAGE_S, API_SERVER_S),
         flags=_flags(asked, has_elsewhere=elsewhere_bytes > 0),
         hardware=hardware,

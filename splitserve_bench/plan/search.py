@@ -79,7 +79,7 @@ class Study:
             rate=rate,
             num_before=num_before,
             num_counted=num_counted,
-            door_s=self.machines.door_s,
+            api_server_s=self.machines.api_server_s,
             attainment=asked.attainment,
         )
 

@@ -71,7 +71,7 @@ class ProfileCosts:
     """The costs that a profile says, of a node beside another one at work, or of one that is alone on its machine."""
 
     def __init__(self, profile: Profile, *, is_alone: bool = False) -> None:
-        self._steps, self._corridor, self._control = profile.steps, profile.corridor, profile.control
+        self._steps, self._kv_transfer, self._control = profile.steps, profile.kv_transfer, profile.control
         self._answers_factor = profile.steps.answers_alone_factor if is_alone else 1.0
         self._prompts_factor = profile.steps.prompts_alone_factor if is_alone else 1.0
         self._answers: dict[float, Row] = {}  # by how many there are, of those that were asked for
@@ -89,10 +89,10 @@ class ProfileCosts:
         return self._control.message_s
 
     def latency_s(self) -> float:
-        return self._corridor.latency_s
+        return self._kv_transfer.latency_s
 
     def bytes_s(self, num_bytes: int) -> float:
-        return num_bytes / self._corridor.bytes_per_s
+        return num_bytes / self._kv_transfer.bytes_per_s
 
     def _computed_s(self, load: StepLoad) -> float:
         num_answers, num_chunk_tokens = load.num_answers, load.num_prompt_tokens

@@ -52,17 +52,17 @@ class LoadClients:
         planned: Sequence[PlannedRequest],
         *,
         model: ToyModel,
-        door_s: float,
+        api_server_s: float,
         max_concurrency: int | None,
         request_timeout_s: float,
         obey_retry_after: int = 0,
         noise: Draws = NO_DRAWS,
     ) -> None:
-        """`door_s`: from a client to the coordinator and back, times a factor of the `noise` for each request. Every
-        answer is checked. Requests are sent again after a refusal as `run_load` does."""
+        """`api_server_s`: from a client to the coordinator and back, times a factor of the `noise` for each request.
+        Every answer is checked. Requests are sent again after a refusal as `run_load` does."""
         self._agenda, self._planned = agenda, planned
         self._model = model
-        self._half_s, self._noise = door_s / 2, noise
+        self._half_s, self._noise = api_server_s / 2, noise
         self._num_free = max_concurrency or len(planned)
         self._timeout_s, self._most_repeats = request_timeout_s, obey_retry_after
         self._waiting: deque[PlannedRequest] = deque()
@@ -305,7 +305,7 @@ def play(
         agenda,
         planned,
         model=model,
-        door_s=profile.control.door_s,
+        api_server_s=profile.control.api_server_s,
         noise=Draws(profile.control.spread, f"{seed} clients"),
         max_concurrency=max_concurrency,
         request_timeout_s=request_timeout_s,

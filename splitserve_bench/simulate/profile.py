@@ -176,7 +176,7 @@ class StepProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class CorridorProfile:
+class TransferProfile:
     """A KV transfer takes latency_s, and its bytes one after the other with the sender's other ones."""
 
     latency_s: float
@@ -193,7 +193,7 @@ class ControlProfile:
     spread."""
 
     message_s: float
-    door_s: float
+    api_server_s: float
     spread: Spread = NO_SPREAD
 
 
@@ -205,7 +205,7 @@ class Profile:
     cores: int  # of a node
     node: NodeSizes
     steps: StepProfile
-    corridor: CorridorProfile
+    kv_transfer: TransferProfile
     control: ControlProfile
     flags: Mapping[str, str | int | bool] = field(  # of `splitserve up`, for such nodes
         default_factory=dict, hash=False
@@ -224,20 +224,21 @@ class Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises SettingsError, which names what is missing or cannot be."""
+    """Return the profile in a file of `splitserve doctor --save`. Raises SettingsError, which names the wrong field."""
     try:
         fields = read_json_object(path)
         if (found := fields.integer("format")) != FORMAT:
             raise fields.error("format", f"{FORMAT}, as of this version's `splitserve doctor --save`: {found} is not")
-        corridor, control = _nested(fields, "corridor"), _nested(fields, "control")
+        fields = fields.with_current_names()
+        kv_transfer, control = _nested(fields, "kv_transfer"), _nested(fields, "control").with_current_names()
         return Profile(
             model=fields.text("model"),
             cores=fields.integer("cores"),
             node=_sizes(_nested(fields, "node")),
             steps=_steps(_nested(fields, "steps")),
-            corridor=CorridorProfile(corridor.number("latency_s"), corridor.positive("bytes_per_s")),
+            kv_transfer=TransferProfile(kv_transfer.number("latency_s"), kv_transfer.positive("bytes_per_s")),
             control=ControlProfile(
-                control.number("message_s"), control.number("door_s"), _spread(control.nested("spread"))
+                control.number("message_s"), control.number("api_server_s"), _spread(control.nested("spread"))
             ),
             flags=_flags(fields.nested("flags")),
             hardware=fields.text("hardware", MEASURED),

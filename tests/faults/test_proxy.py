@@ -140,7 +140,7 @@ def test_connections_that_are_held_arrive_in_reverse_order(fronts):
     run(scenario())
 
 
-# ---- the corridor through it ----
+# ---- KV transfers through it ----
 
 FAULTS = {
     "far and slow": Fault(delay_s=0.02, bytes_per_s=20e6),

@@ -1,14 +1,14 @@
-"""The data plane between simulated processes: the corridor's transport (kv_transfer/transports/transport.py).
+"""The data plane between simulated processes: the transport of KV transfers (kv_transfer/transports/transport.py).
 
 Whole messages come late and are lost with their connection. Where there is noise they are also dropped, doubled,
-overtaken or changed, none of which the corridor may trust its transport with.
+overtaken or changed, none of which a KV transfer may trust its transport with.
 """
 
 from kv_transfer.payload import HOST, Payload
 
 
 class DataListener:
-    """A Listener of the corridor's: see kv_transfer/transports/transport.py."""
+    """A Listener of KV transfers: see kv_transfer/transports/transport.py."""
 
     payload: Payload = HOST
     num_shared_bytes = 0
@@ -35,7 +35,7 @@ class DataListener:
 
 
 class DataDialer:
-    """A Dialer of the corridor's."""
+    """A Dialer of KV transfers."""
 
     payload: Payload = HOST
     num_shared_bytes = 0

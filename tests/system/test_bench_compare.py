@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from splitserve_bench.compare.command import compare_command
 from tests.tiny_models import write_fake_model
 
-HANDOVER = ("kv_alloc_s", "kv_transfer_s", "decode_queue_s")
+TRANSFER_PHASES = ("kv_alloc_s", "kv_transfer_s", "decode_queue_s")
 NUM_PROMPTS, OUTPUT_TOKENS = 6, 5
 CONTENDERS = {
     "colocated 1x2": "colocated",
@@ -67,7 +67,7 @@ def test_each_contender_answers_the_same_requests(model, peer_url, tmp_path):
     assert len(asked) == 1  # the same requests, due at the same moments
     assert all(each["timeline"] is not None for probe in probes for each in probe["requests"])
     handed_over_s = {
-        probe["contender"]: sum(each["timeline"][phase] for each in probe["requests"] for phase in HANDOVER)
+        probe["contender"]: sum(each["timeline"][phase] for each in probe["requests"] for phase in TRANSFER_PHASES)
         for probe in probes
     }
     assert handed_over_s["split 1P+1D"] > 0

@@ -71,7 +71,7 @@ class Load:
 
 
 async def test_all_roles_change_under_load(start_cluster, tmp_path, capsys):
-    """Tiny pools, so that answers give way and grants are taken back, and hand-overs go both ways."""
+    """Tiny pools, so that answers give way and grants are taken back, and KV transfers go both ways."""
     model = write_fake_model(tmp_path / "model", step_s=0.004, token_s=0.00002)
     node = {"num_kv_blocks": 150, "max_num_batched_tokens": 128, "max_num_seqs": 24, "credit_timeout_s": DEADLINE_S}
     node["descriptor_timeout_s"] = DEADLINE_S
@@ -114,7 +114,7 @@ async def test_all_roles_change_under_load(start_cluster, tmp_path, capsys):
     assert min(num_live) >= 0.9 * NUM_LIVE
     assert counts["gave way"] > 0
     both_ways = [pair for pair in itertools.permutations(cluster.names, 2) if pairs[pair] and pairs[pair[::-1]]]
-    assert both_ways, "hand-overs went one way only"
+    assert both_ways, "KV transfers went one way only"
     cluster.wait_all_free()
 
 

@@ -129,13 +129,13 @@ async def test_a_host_that_dies_or_stands_still(start_cluster, model, strike):
     async with cluster.connect() as stub:
         asking = stream(stub, request(prompt, max_tokens=900, **GREEDY))
         await asking.tokens(200)
-        host = max(cluster.loads().values(), key=lambda load: load.num_remote_kv_blocks)
-        assert host.num_remote_kv_blocks > 0
-        cluster.expect_end(host.name).send(strike)
+        holder = max(cluster.loads().values(), key=lambda load: load.num_remote_kv_blocks)
+        assert holder.num_remote_kv_blocks > 0
+        cluster.expect_end(holder.name).send(strike)
         answer = await asking.complete()
     check_greedy(model, prompt, answer.token_ids)
     assert answer.complete.timeline.num_restarts >= 1
-    cluster.children[host.name].kill()
+    cluster.children[holder.name].kill()
     cluster.heal()
     cluster.wait_all_free()
     cluster.stop()

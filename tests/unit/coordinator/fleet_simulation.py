@@ -81,7 +81,7 @@ def serve(rates, requests, max_num_seqs=64, roles=FIXED, watch=None):
         for index, (at_s, num_prompt_tokens, num_answer_tokens) in enumerate(requests)
     ]
     agenda, model = Agenda(), ToyModel(VOCAB_SIZE)
-    limits = {"max_concurrency": None, "request_timeout_s": NEVER_S, "door_s": 0.0}
+    limits = {"max_concurrency": None, "request_timeout_s": NEVER_S, "api_server_s": 0.0}
     clients = LoadClients(agenda, planned, model=model, **limits)
     everyone = {"max_restarts": 0, "keep_after_s": NEVER_S, "max_queue_wait_s": 0.0}  # is answered, however late
     fleet = Fleet(agenda, clients, sizes, model, CoordinatorSettings(roles=roles, **everyone))

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, begin, begin_to_write, cluster, hand_over, step
+from tests.scripted_nodes import DEADLINE_S, begin, begin_to_write, cluster, step, transfer
 from tests.tiny_models import EOS
 from tests.unit.coordinator.later import openai
 
@@ -173,7 +173,7 @@ async def openai_cluster(folder, template=TEMPLATE, **settings):
 async def answer(c, text, finish_reason=events.STOP, logprob=None):
     """Have the nodes answer one token for each character, and one that ends it; return the prompt's text."""
     attempt, job = await begin(c)
-    await hand_over(c, attempt, text[0], logprob=logprob)
+    await transfer(c, attempt, text[0], logprob=logprob)
     ids = [*text[1:].encode(), EOS if finish_reason == events.STOP else ord("!")]
     tokens = [events.sampled(attempt, index, token_id, logprob=logprob) for index, token_id in enumerate(ids, start=1)]
     tokens[-1].finish_reason = finish_reason

@@ -126,7 +126,7 @@ class SimulatedNode:
             case "awaiting":
                 self.grant(held)
             case "read" if held.descriptor:
-                self.hand_over(key, held)
+                self.transfer(key, held)
             case "writing" if held.descriptor and self.must_stop(held):
                 held.stage = "stopped"
             case "writing":
@@ -166,7 +166,7 @@ class SimulatedNode:
         self.revoked.add((held.job.attempt.epoch, held.grant))
         self.events.append(events.revoked(held.job.attempt))
 
-    def hand_over(self, key, held):
+    def transfer(self, key, held):
         """The data plane: the decode node commits, then the prefill node lets go; or nobody is there to write to."""
         target, theirs = self.world.behind(held)
         if held.descriptor[1:3] in target.revoked:

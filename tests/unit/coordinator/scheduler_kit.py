@@ -23,10 +23,10 @@ class Noting:
     def __init__(self):
         self.told = []
 
-    def place(self, nodes, ledger, wanted, handover, now):
+    def place(self, nodes, ledger, wanted, transfers, now):
         self.told.append(wanted.arrivals)
-        self.handover = handover
-        return POLICIES["auto"].place(nodes, ledger, wanted, handover, now)
+        self.transfers = transfers
+        return POLICIES["auto"].place(nodes, ledger, wanted, transfers, now)
 
 
 class World:

@@ -15,7 +15,6 @@ from tests.scripted_nodes import (
     cluster,
     faults_of,
     first_message,
-    hand_over,
     health_changes,
     read_all,
     read_to_end,
@@ -23,6 +22,7 @@ from tests.scripted_nodes import (
     responses,
     run,
     step,
+    transfer,
 )
 from tests.system.answers import request
 from tests.tiny_models import ASSISTANT, BOS, EOS, USER
@@ -38,7 +38,7 @@ def test_an_answer_comes_through_both_nodes(tmp_path):
             assert attempt.request_id == "r/0"
             assert (list(job.token_ids), job.num_prompt_tokens) == ([*b"hi"], 2)
             assert (job.sampling_params.max_tokens, job.sampling_params.seed) == (4, 7)
-            await hand_over(c, attempt)
+            await transfer(c, attempt)
             await step(c.nodes["d0"], attempt, 1, "b")
             await step(c.nodes["d0"], attempt, 2, "cd", LENGTH)
             text, token_ids, [complete] = await read_all(call)
@@ -131,7 +131,7 @@ def test_a_client_that_cancels_frees_its_nodes(tmp_path, handed_over):
             call = c.generate()
             attempt, _ = await begin(c)
             if handed_over:
-                await hand_over(c, attempt)
+                await transfer(c, attempt)
                 await first_message(call)
             call.cancel()
             await c.nodes["d0"].answer_cancel(attempt)
@@ -162,7 +162,7 @@ def test_a_broken_decode_stream_moves_the_answer_and_its_text_goes_on(tmp_path):
         async with cluster(tmp_path, nodes=("p0", "d0", "d1")) as c:
             call = c.generate("hi", max_tokens=9)
             attempt, _ = await begin(c)
-            await hand_over(c, attempt, "\xc3")  # é begins before the move and ends after it
+            await transfer(c, attempt, "\xc3")  # é begins before the move and ends after it
             assert (await first_message(call)).chunk.text == ""
             await c.nodes["d0"].close()
             job = (await c.nodes["d1"].command("reserve")).job

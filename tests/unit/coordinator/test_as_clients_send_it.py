@@ -11,7 +11,7 @@ import pytest
 from coordinator.api.http import sse
 from coordinator.api.http.body import MAX_BODY_BYTES
 from tests import fleet_events as events
-from tests.scripted_nodes import begin, hand_over, run, step
+from tests.scripted_nodes import begin, run, step, transfer
 from tests.unit.coordinator.http_kit import (
     HI,
     JSON,
@@ -190,7 +190,7 @@ def test_what_vllm_has_as_null_is_there(tmp_path):
         async with http_cluster(tmp_path) as (c, client):
             call = post(client, CHAT, max_tokens=2)
             attempt, _ = await begin(c)
-            await hand_over(c, attempt, "a")
+            await transfer(c, attempt, "a")
             await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
             reply = (await call).json()
             nulls = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
@@ -207,7 +207,7 @@ def test_what_calls_ask_for_is_counted(tmp_path):
             call = post(client, n=2, max_tokens=7)
             attempts = [(await begin(c))[0] for _ in range(2)]
             for attempt in attempts:
-                await hand_over(c, attempt, "a")
+                await transfer(c, attempt, "a")
                 await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
             await call
             text = (await client.get("/metrics")).text

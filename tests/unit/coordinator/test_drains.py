@@ -152,7 +152,7 @@ def test_a_prompt_that_no_other_node_can_read_stays():
     assert world.first(world.attempt) == ["emit 0:100", "begun d0"]
 
 
-def test_hand_overs_under_way_finish():
+def test_transfers_under_way_finish():
     world = World()
     world.submit(max_tokens=MAX_TOKENS)
     attempt = world.attempt

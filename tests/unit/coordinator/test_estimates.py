@@ -1,4 +1,4 @@
-"""What the past says of what is to come: how often something happens, how long answers get, what hand-overs cost, and
+"""What the past says of what is to come: how often something happens, how long answers get, what KV transfers cost, and
 when those who find the fleet full are to come back."""
 
 import pytest
@@ -78,7 +78,7 @@ def test_what_is_old_is_forgotten():
     assert found.left(0, 4000) == 5
 
 
-# ---- what hand-overs cost ----
+# ---- what KV transfers cost ----
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, begin, begin_to_write, hand_over, run, step
+from tests.scripted_nodes import DEADLINE_S, begin, begin_to_write, run, step, transfer
 from tests.tiny_models import ASSISTANT, BOS, EOS, USER
 from tests.unit.coordinator.http_kit import (
     KEY,
@@ -67,7 +67,7 @@ def test_a_priority_comes_in_the_body_in_a_header_or_with_the_class(tmp_path, pa
                 call = post(client, path, headers=headers, **fields)
                 attempt, job = await begin(c)
                 assert job.priority == priority
-                await hand_over(c, attempt, "a")
+                await transfer(c, attempt, "a")
                 await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
                 reply = await call
                 assert (reply.status_code, reply.headers.get("x-splitserve-warning")) == (200, None)
@@ -82,7 +82,7 @@ def test_limits_come_in_the_body_or_in_headers_and_the_answer_tells_what_became_
             call = post(client, headers=headers, ttft_ms=70000)
             attempt, job = await begin(c)
             assert (0 < job.due.ttft_left_s < 70, job.due.tpot_s) == (True, 1e-6)
-            await hand_over(c, attempt, "a")
+            await transfer(c, attempt, "a")
             await asyncio.sleep(0.01)  # longer than the limit
             await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
             [choice] = (await call).json()["choices"]
@@ -227,7 +227,7 @@ def test_a_completion_has_16_tokens_or_what_its_prompt_leaves_of_1000(tmp_path):
                 call = post(client, prompt=prompt, **{"max_tokens": None, **fields})
                 attempt, job = await begin(c)
                 assert (len(job.token_ids), job.sampling_params.max_tokens) == (num_tokens, max_tokens)
-                await hand_over(c, attempt, "a")
+                await transfer(c, attempt, "a")
                 await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
                 assert (await call).status_code == 200
 
@@ -258,7 +258,7 @@ def test_a_full_queue_is_told_with_when_to_come_again(tmp_path):
             assert reply.headers["retry-after"] == "1"
             message = "3 do not fit: 1 answers are in flight, the limit is 3: try again in 1.0 s"
             assert reply.json()["error"]["message"] == message
-            await hand_over(c, attempt, "a")
+            await transfer(c, attempt, "a")
             await step(c.nodes["d0"], attempt, 1, "b", LENGTH)  # neither node has heard of anything in between
             assert (await call).status_code == 200
 
@@ -285,7 +285,7 @@ def test_a_call_too_many_is_counted_as_refused(tmp_path):
             attempt, _ = await begin(c)
             assert error_of(await client.get("/v1/models")) == (429, "requests", "rate_limit_exceeded")
             assert (await client.get("/ping")).status_code == 200
-            await hand_over(c, attempt, "a")
+            await transfer(c, attempt, "a")
             await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
             assert (await call).status_code == 200
             text = (await client.get("/metrics")).text
@@ -302,7 +302,7 @@ def test_a_failure_after_the_first_token_is_an_event_and_nothing_is_done(tmp_pat
             attempt, _ = await begin(c)
             if num_prompts == 2:
                 other, _ = await begin(c)
-            await hand_over(c, attempt, "a")
+            await transfer(c, attempt, "a")
             await c.nodes["d0"].send(events.failed(attempt, "ENGINE_ERROR"))
             if num_prompts == 2:
                 for node in c.nodes.values():
@@ -390,7 +390,7 @@ def test_draining_refuses_new_calls_and_lets_live_ones_finish(tmp_path):
             await until_health(client, 503)
             reply = await client.post("/v1/completions", json={"prompt": "a"})
             assert error_of(reply) == (503, "server_error", "DRAINING")
-            await hand_over(c, attempt, "a")
+            await transfer(c, attempt, "a")
             await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
             assert (await live).json()["choices"][0]["text"] == "ab"
             await draining

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.api.http import body, serving
 from coordinator.api.http.serving import HttpServer
-from tests.scripted_nodes import DEADLINE_S, begin, begin_to_write, hand_over, run, step
+from tests.scripted_nodes import DEADLINE_S, begin, begin_to_write, run, step, transfer
 from tests.tiny_models import CHAT_TEMPLATE
 from tests.unit.coordinator.http_kit import (
     HI,
@@ -33,7 +33,7 @@ def test_a_client_that_leaves_ends_its_answer(tmp_path, stream, has_tokens):
             call = post(client, stream=stream)
             attempt, _ = await begin(c)
             if has_tokens:
-                await hand_over(c, attempt, "a")  # which the coordinator has heard of: else p0 were cancelled too
+                await transfer(c, attempt, "a")  # which the coordinator has heard of: else p0 were cancelled too
             call.cancel()
             for node in [c.nodes["d0"]] if has_tokens else c.nodes.values():
                 await node.answer_cancel(attempt)
@@ -119,7 +119,7 @@ def test_a_client_that_has_ended_its_side_gets_its_answer(tmp_path, stream):
             reader, writer = await half_closed(c, completion_bytes(max_tokens=2, stream=stream))
             attempt, _ = await begin(c)
             await asyncio.sleep(3 * serving.PROBE_S)  # enough to lose a client that is gone
-            await hand_over(c, attempt, "a")
+            await transfer(c, attempt, "a")
             await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
             status, body = last_response_of(await ended(reader))
             assert status == b"HTTP/1.1 200 OK"
@@ -278,7 +278,7 @@ def test_an_id_that_is_live_and_an_answer_that_was_aborted_do_not_come_again(tmp
             with pytest.raises(openai.APIStatusError) as caught:
                 await ask_with_retries(client, extra_headers={"x-request-id": "r"})
             assert caught.value.code == "DUPLICATE_REQUEST_ID"
-            await hand_over(c, attempt, "a")
+            await transfer(c, attempt, "a")
             await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
             await first
             assert await statuses(c, client) == {"2xx": 1, "4xx": 1}

@@ -11,7 +11,7 @@ from coordinator.api.validation import MAX_PROMPT_LOGPROBS
 from coordinator.text.tokenizer import read_tokenizer
 from protos import inference_pb2
 from tests import fleet_events as events
-from tests.scripted_nodes import begin, begin_to_write, hand_over, run, step
+from tests.scripted_nodes import begin, begin_to_write, run, step, transfer
 from tests.tiny_models import BOS, EOS, USER, write_fake_model
 from tests.unit.coordinator.http_kit import HI, LENGTH, events_of, http_cluster, in_module_loop, post
 
@@ -53,7 +53,7 @@ def test_a_batch_has_one_answer_for_each_conversation(tmp_path):
             second, other = await begin(c)
             assert (len(job.token_ids), len(other.token_ids)) == (6, 9)
             for attempt, text, num_cached in ((second, "xy", 3), (first, "ab", 2)):
-                await hand_over(c, attempt, text[0], num_cached_tokens=num_cached)
+                await transfer(c, attempt, text[0], num_cached_tokens=num_cached)
                 await step(c.nodes["d0"], attempt, 1, text[1], LENGTH)
             reply = (await call).json()
             assert [(each["index"], each["message"]["content"]) for each in reply["choices"]] == [(0, "ab"), (1, "xy")]
@@ -139,7 +139,7 @@ def test_the_load_is_the_number_of_answers_under_way(tmp_path):
             call = post(client)
             attempt, _ = await begin(c)
             assert (await client.get("/load")).json() == {"server_load": 1}
-            await hand_over(c, attempt, "a")
+            await transfer(c, attempt, "a")
             await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
             await call
             assert (await client.get("/load")).json() == {"server_load": 0}

@@ -15,7 +15,7 @@ from coordinator.text import structures
 from coordinator.text.program import Program
 from coordinator.text.tokenizer import LONG_TEXT_CHARS, NUM_THREADS
 from protos.inference_pb2 import GetLoadsRequest
-from tests.scripted_nodes import begin, hand_over, run, step
+from tests.scripted_nodes import begin, run, step, transfer
 from tests.tiny_models import VOCAB_SIZE
 from tests.unit.coordinator.http_kit import JSON, LENGTH, http_cluster, in_module_loop, until
 
@@ -195,7 +195,7 @@ def test_no_answer_of_a_call_begins_before_its_last_prompt_is_tokenized(tmp_path
             gate.open()
             attempts = [(await begin(c))[0] for _ in range(2)]
             for attempt in attempts:
-                await hand_over(c, attempt, "a")
+                await transfer(c, attempt, "a")
                 await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
             assert [choice["text"] for choice in (await call).json()["choices"]] == ["ab", "ab"]
 

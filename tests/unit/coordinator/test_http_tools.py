@@ -9,7 +9,7 @@ import pytest
 from serving_core.errors import RequestError
 from serving_core.grammars import Grammars
 from tests import fleet_events as events
-from tests.scripted_nodes import begin, hand_over, run
+from tests.scripted_nodes import begin, run, transfer
 from tests.tiny_models import EOS
 from tests.unit.coordinator.http_kit import (
     BOTH,
@@ -187,7 +187,7 @@ def test_what_is_enforced_of_a_tool_that_is_not_strict(tmp_path):
                 with pytest.raises(RequestError, match="does not allow"):
                     guide.another().allowed(list(bad.encode()))
                 assert guide.another().allowed(list(good.encode()))
-                await hand_over(c, attempt, good[0])
+                await transfer(c, attempt, good[0])
                 last = events.sampled(attempt, 1, EOS)
                 last.finish_reason = events.STOP
                 await c.nodes["d0"].send(events.step_tokens(last))

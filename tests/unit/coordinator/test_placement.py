@@ -45,13 +45,13 @@ def assign(ledger, node, num_to_compute, num_held=0):
         ledger.first_token(request_id, 0.0)
 
 
-def placed(registry, ledger, handover=FREE, avoid=(), num_tokens=110):
-    placed = place(registry, ledger, Wanted(Prompt(TOKENS), num_tokens, avoid), handover)
+def placed(registry, ledger, transfers=FREE, avoid=(), num_tokens=110):
+    placed = place(registry, ledger, Wanted(Prompt(TOKENS), num_tokens, avoid), transfers)
     return f"{placed.prefill_node.name} {placed.decode_node.name}"
 
 
-def place(registry, ledger, wanted, handover=FREE):
-    return POLICIES["auto"].place(registry.nodes, ledger, wanted, handover, now=0.0)
+def place(registry, ledger, wanted, transfers=FREE):
+    return POLICIES["auto"].place(registry.nodes, ledger, wanted, transfers, now=0.0)
 
 
 # ---- who may ----
@@ -79,7 +79,7 @@ def test_a_part_that_nobody_does_is_an_error(registry, ledger, names, reason, me
     assert error.value.reason == reason
 
 
-def test_a_node_that_takes_no_hand_overs_writes_only_what_it_reads(registry, ledger):
+def test_a_node_that_accepts_no_transfers_decodes_only_what_it_reads(registry, ledger):
     admit(registry, "p0")
     admit(registry, "d0", shape=Shape(0, 64, accepts_transfers=False))
     with pytest.raises(RequestError, match="no node that decodes sequences takes the KV transfers") as error:
@@ -154,7 +154,7 @@ def test_a_pair_or_one_node_whatever_adds_the_fewest_seconds(
         assign(ledger, b0, waiting, waiting)
     for _ in range(writing):
         assign(ledger, b0, 0, 10)
-    assert placed(registry, ledger, handover=TransferEstimates(transfer_s=transfer_s)) == chosen
+    assert placed(registry, ledger, transfers=TransferEstimates(transfer_s=transfer_s)) == chosen
 
 
 def test_a_node_that_writes_reads_for_another_one_where_that_disturbs_less(registry, ledger):
@@ -196,17 +196,17 @@ def test_what_a_node_holds_it_need_not_compute(registry, ledger, num_held_p, num
     fifth of them once more."""
     for name, num_held in (("p0", num_held_p), ("b0", num_held_b)):
         registry.cache_changed(admit(registry, name), events.cache_changed(HINTS[:num_held]).cache_changed)
-    assert placed(registry, ledger, handover=TransferEstimates(transfer_s=transfer_s)) == chosen
+    assert placed(registry, ledger, transfers=TransferEstimates(transfer_s=transfer_s)) == chosen
 
 
 def test_an_unknown_rate_is_that_of_the_others_and_without_any_nodes_that_only_read_come_first(registry, ledger):
     admit(registry, "p0", rate=0.0)
     b0 = admit(registry, "b0", rate=0.0)
-    assert placed(registry, ledger, handover=TransferEstimates(transfer_s=100.0)) == "p0 b0"
+    assert placed(registry, ledger, transfers=TransferEstimates(transfer_s=100.0)) == "p0 b0"
     registry.heartbeat(b0, events.heartbeat(prefill_tokens_per_s=1000.0).heartbeat, 0.0)
     assign(ledger, b0, 0, 1)
-    assert placed(registry, ledger, handover=TransferEstimates(transfer_s=0.09)) == "p0 b0"  # 0.19 s against 0.2 s
-    assert placed(registry, ledger, handover=TransferEstimates(transfer_s=0.11)) == "b0 b0"
+    assert placed(registry, ledger, transfers=TransferEstimates(transfer_s=0.09)) == "p0 b0"  # 0.19 s against 0.2 s
+    assert placed(registry, ledger, transfers=TransferEstimates(transfer_s=0.11)) == "b0 b0"
 
 
 @pytest.mark.parametrize(("queued", "chosen"), [(0, "p0 b0"), (500, "p0 b0"), (550, "p0 b0"), (700, "b0 b0")])
@@ -215,7 +215,7 @@ def test_a_prompt_of_another_node_is_read_while_it_waits_for_credit(registry, le
     p0, b0 = admit(registry, "p0"), admit(registry, "b0", max_num_seqs=1)
     assign(ledger, p0, queued)
     assign(ledger, b0, 0, 10)
-    assert placed(registry, ledger, handover=TransferEstimates(credit_s=0.5)) == chosen
+    assert placed(registry, ledger, transfers=TransferEstimates(credit_s=0.5)) == chosen
 
 
 def test_prompts_that_wait_for_other_nodes_fill_a_pool_too(registry, ledger):
@@ -329,15 +329,15 @@ def test_the_choice_is_as_good_as_the_best_of_all_pairs(described, num_tokens, t
         if prefill_node.shape.reads and decode_node.shape.writes
         if len(TOKENS) <= prefill_node.max_request_tokens and num_tokens <= decode_node.max_request_tokens
     ]
-    handover, wanted = TransferEstimates(credit_s, transfer_s), Wanted(Prompt(TOKENS), num_tokens, avoid)
+    transfers, wanted = TransferEstimates(credit_s, transfer_s), Wanted(Prompt(TOKENS), num_tokens, avoid)
     if not pairs:
         with pytest.raises(RequestError):
-            place(registry, ledger, wanted, handover)
+            place(registry, ledger, wanted, transfers)
         return
-    placed = place(registry, ledger, wanted, handover)
+    placed = place(registry, ledger, wanted, transfers)
     chosen = placed.prefill_node, placed.decode_node
     assert chosen in pairs
-    costs = Costs(registry.nodes, ledger, Prompt(TOKENS), handover)
+    costs = Costs(registry.nodes, ledger, Prompt(TOKENS), transfers)
 
     def order(pair):
         return len({*pair} & {*avoid}), costs.decode(pair[1]).is_full, costs.seconds(*pair)

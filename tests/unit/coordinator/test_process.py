@@ -28,11 +28,11 @@ from tests.scripted_nodes import (
     begin,
     begin_to_write,
     cluster,
-    hand_over,
     read_all,
     refusal_of,
     run,
     step,
+    transfer,
     until_serving,
 )
 from tests.tiny_models import write_fake_model
@@ -268,7 +268,7 @@ def connections(process):
 async def answer(c, text):
     """Have the next call answered with the text, a token at a time."""
     attempt, job = await begin(c)
-    await hand_over(c, attempt, text[0], num_cached_tokens=0)
+    await transfer(c, attempt, text[0], num_cached_tokens=0)
     for index, char in enumerate(text[1:], start=1):
         finish = inference_pb2.FINISH_REASON_LENGTH if index == len(text) - 1 else 0
         await step(c.nodes["d0"], attempt, index, char, finish)
@@ -333,7 +333,7 @@ async def test_a_later_call_takes_the_place_of_one_at_whatever_api_server(api_se
     assert list(job.token_ids) == [*b"helloa"]
     assert (await refusal_of(before))[1].reason == "ABORTED"
     assert (await refusal_of(go_on(1, so_far)))[1].reason == "DUPLICATE_REQUEST_ID"
-    await hand_over(c, again, "b", 1)
+    await transfer(c, again, "b", 1)
     await step(c.nodes["d0"], again, 2, "c", inference_pb2.FINISH_REASON_LENGTH)
     chunks = [response.chunk.text async for response in later]
     assert "".join(chunks) == "bc"
@@ -345,7 +345,7 @@ async def test_the_answers_of_a_api_server_that_is_lost_have_failed_and_nodes_le
     num_before = await num_ended(c)
     call = c.generate("hello", n=2)
     attempts = [(await begin(c))[0] for _ in range(2)]
-    await hand_over(c, attempts[0], "a")
+    await transfer(c, attempts[0], "a")
     await until(lambda: len(connected(c)) == 1)  # connections of other tests have ended
     [its_api_server] = connected(c)
     its_api_server.kill()

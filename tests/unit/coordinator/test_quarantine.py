@@ -6,7 +6,7 @@ import pytest
 from coordinator.control.nodes import Pauses
 from coordinator.control.request import NUM_TOKENS_FURTHER
 from tests import fleet_events as events
-from tests.scripted_nodes import DEADLINE_S, cluster, hand_over, read_all, refusal_of, run, step
+from tests.scripted_nodes import DEADLINE_S, cluster, read_all, refusal_of, run, step, transfer
 from tests.unit.coordinator.scheduler_kit import World
 
 TWICE = "nodes were lost or failed 2 times in a row while they computed the request, and it is not tried again: "
@@ -170,7 +170,7 @@ def test_the_client_hears_of_it_as_no_status_to_try_again_at(tmp_path, is_stoppi
             for index, name in enumerate(names):
                 job = (await c.nodes[name].command("reserve")).job
                 assert (await c.nodes["p0"].command("prefill")).job == job
-                await hand_over_to(c, name, job.attempt, index)
+                await transfer_to(c, name, job.attempt, index)
                 if is_stopping:
                     await say_it_stops(c, name)
                 await c.nodes[name].close()
@@ -204,10 +204,10 @@ def test_streams_that_break_kill_nobody(tmp_path):
     run(scenario())
 
 
-async def hand_over_to(c, name, attempt, index):
+async def transfer_to(c, name, attempt, index):
     """One token, and the answer is the node's; returns when the coordinator has heard so."""
     c.nodes["d0"], kept = c.nodes[name], c.nodes["d0"]
-    await hand_over(c, attempt, index=index)
+    await transfer(c, attempt, index=index)
     c.nodes["d0"] = kept
     await c.report_blocks("p0")
     await c.report_blocks(name)

@@ -28,8 +28,8 @@ def registry():
 def admit(registry, name, role="mixed", *, num_tokens=112, **fields):
     hello = events.hello(name, role, **{"num_blocks": 10, "max_model_len": 400, **fields}).hello
     if num_tokens:
-        host = fleet_pb2.KVHolder(address=f"{name}:1", key=KEY)
-        hello.remote_kvs.CopyFrom(fleet_pb2.HolderOffer(host=host, num_tokens=num_tokens))
+        holder = fleet_pb2.KVHolder(address=f"{name}:1", key=KEY)
+        hello.remote_kvs.CopyFrom(fleet_pb2.HolderOffer(holder=holder, num_tokens=num_tokens))
     return registry.admit(hello, 0.0)
 
 
@@ -90,9 +90,9 @@ def test_a_drain_waits_for_what_a_node_holds_for_others(registry):
 
 
 @pytest.mark.parametrize(
-    "other", [{"num_tokens": 0}, {"traits": {"cpu": "another"}}], ids=["wants none", "computes other bits"]
+    "other", [{"num_tokens": 0}, {"numerics": {"cpu": "another"}}], ids=["wants none", "computes other bits"]
 )
-def test_who_is_no_host(registry, other):
+def test_who_is_no_kv_holder(registry, other):
     first = admit(registry, "a")
     admit(registry, "b", **other)
     assert registry.kv_holders_of(first) == []
@@ -123,11 +123,11 @@ def test_a_long_request_has_no_block_in_common_with_others():
     """As its tiles may leave."""
     world = World(())
     a, _ = admit(world.registry, "a"), admit(world.registry, "b", "decode", num_tokens=0)
-    host = admit(world.registry, "c", max_num_seqs=1)
-    for node in (a, host):
+    holder = admit(world.registry, "c", max_num_seqs=1)
+    for node in (a, holder):
         world.registry.cache_changed(node, events.cache_changed([1]).cache_changed)
     tokens = list(range(100))
-    world.ledger.decode("full", host, POOL)
+    world.ledger.decode("full", holder, POOL)
     for number, max_tokens in enumerate((10, 100)):
         assert world.submit(f"{number}/0", token_ids=tokens, max_tokens=max_tokens) == ["reserve a"]
     assert world.ledger.tokens_taken(a) == 200
@@ -144,7 +144,7 @@ def test_no_policy_divides_a_long_request(registry, policy, num_prompt, num_toke
     assert placed.prefill_node is placed.decode_node
 
 
-@pytest.mark.parametrize("offer", [{"num_tokens": POOL + 1}, {"host": {"address": "a:1", "key": b"short"}}])
+@pytest.mark.parametrize("offer", [{"num_tokens": POOL + 1}, {"holder": {"address": "a:1", "key": b"short"}}])
 def test_an_offer_that_cannot_be(registry, offer):
     hello = events.hello("a", "mixed", num_blocks=10).hello
     hello.remote_kvs.CopyFrom(fleet_pb2.HolderOffer(**offer))

@@ -391,8 +391,8 @@ class Fleet:
         self.registry = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9)
         self.kinds = Kinds()
 
-    def attach(self, name, traits):
-        node = self.registry.admit(events.hello(name, traits=traits).hello, 0.0)
+    def attach(self, name, numerics):
+        node = self.registry.admit(events.hello(name, numerics=numerics).hello, 0.0)
         return self.kinds.meet(node, self.registry.nodes)
 
 
@@ -401,7 +401,7 @@ def test_the_first_two_of_a_pair_of_kinds_are_told_with_what_they_differ_in():
     assert fleet.attach("p0", OLD) == []
     assert fleet.attach("p1", OLD) == []
     assert fleet.attach("d0", NEW) == [
-        "answers of nodes d0 and p0 may differ in bits, as the nodes differ in cpu (avx512_f / -); tp_size (2 / 1)"
+        "outputs of nodes d0 and p0 may differ in bits, as the nodes differ in cpu (avx512_f / -); tp_size (2 / 1)"
     ]
     assert num_kinds(fleet.registry.nodes) == 2
 
@@ -439,16 +439,16 @@ def test_long_traits_are_cut():
 def test_the_coordinator_logs_it_and_tells_clients_the_traits(tmp_path, caplog):
     async def scenario():
         async with cluster(tmp_path, nodes=()) as c:
-            for name, traits in (("p0", OLD), ("p1", OLD), ("d0", NEW), ("d1", NEW)):
-                await c.attach(name, traits=traits)
+            for name, numerics in (("p0", OLD), ("p1", OLD), ("d0", NEW), ("d1", NEW)):
+                await c.attach(name, numerics=numerics)
             server = await c.stub.GetServerInfo(inference_pb2.GetServerInfoRequest())
-            assert [dict(node.traits) for node in server.nodes] == [NEW, NEW, OLD, OLD]
+            assert [dict(node.numerics) for node in server.nodes] == [NEW, NEW, OLD, OLD]
 
     run(scenario())
     said = [(record.levelname, record.message) for record in caplog.records if "may differ in bits" in record.message]
     assert said == [
         (
             "WARNING",
-            "answers of nodes d0 and p0 may differ in bits, as the nodes differ in cpu (avx512_f / -); tp_size (2 / 1)",
+            "outputs of nodes d0 and p0 may differ in bits, as the nodes differ in cpu (avx512_f / -); tp_size (2 / 1)",
         )
     ]

@@ -13,7 +13,7 @@ from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.process.telemetry import JsonFormatter
 from tests import fleet_events as events
-from tests.scripted_nodes import begin, begin_to_write, cluster, hand_over, read_all, refusal_of, run, step
+from tests.scripted_nodes import begin, begin_to_write, cluster, read_all, refusal_of, run, step, transfer
 from tests.unit.coordinator.http_kit import plain_client, url_of
 
 pytestmark = pytest.mark.usefixtures("programs_here")
@@ -109,7 +109,7 @@ def test_a_failed_request_has_one_line_for_each_of_its_answers(tmp_path, caplog)
             call = c.generate(n=2)
             attempt, _ = await begin(c)
             other, _ = await begin(c)
-            await hand_over(c, attempt, "a")
+            await transfer(c, attempt, "a")
             await c.nodes["d0"].send(events.failed(attempt, "ENGINE_ERROR", "out of luck"))
             await refusal_of(call)
             for node in c.nodes.values():

@@ -18,11 +18,11 @@ from tests.scripted_nodes import (
     begin_to_write,
     cluster,
     first_message,
-    hand_over,
     read_to_end,
     refusal_of,
     run,
     step,
+    transfer,
     until_serving,
 )
 from tests.tiny_models import EOS
@@ -181,7 +181,7 @@ def test_a_later_call_takes_the_place_of_one_that_the_server_takes_for_live(tmp_
                 code, info, _ = await refusal_of(go_on(c, so_far(b"a"), call_number=number))
                 assert (code.name, info.reason) == ("ALREADY_EXISTS", "DUPLICATE_REQUEST_ID")
 
-            await hand_over(c, second, "b", 1)
+            await transfer(c, second, "b", 1)
             await step(nodes[1], attempt, 1, "x", LENGTH)  # what comes late is of the call that is over
             dispatcher.stopped(before, 0)
             dispatcher.give_up(before, RequestError(WORKER_LOST, "late"))

@@ -494,7 +494,7 @@ def test_the_decode_node_reads_when_the_last_other_prefill_node_is_lost_and_no_m
     assert world.submit("b/0") == ["reserve b0", "prefill p0"]
 
 
-def test_it_learns_what_a_handover_takes():
+def test_it_learns_what_a_transfer_takes():
     """Moving takes 1 s; p0 has 0.3 s to compute, b0 0.6 s."""
     world = World(nodes=("p0", "b0"))
     for name, rate in (("p0", 10.0), ("b0", 5.0)):

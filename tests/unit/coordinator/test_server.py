@@ -21,12 +21,12 @@ from tests.scripted_nodes import (
     begin_to_write,
     cluster,
     faults_of,
-    hand_over,
     health_changes,
     read_all,
     refusal_of,
     run,
     step,
+    transfer,
 )
 from tests.tiny_models import EOS, write_fake_model
 from tests.unit.coordinator.http_kit import plain_client, url_of
@@ -84,7 +84,7 @@ def test_a_call_of_more_answers_than_may_be_in_flight_is_refused_for_good_and_on
             code, info, details = await refusal_of(c.generate(request_id="other", n=2))
             assert (code, info.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
             assert details == "2 do not fit: 1 answers are in flight, the limit is 2: try again in 1.0 s"
-            await hand_over(c, attempt, "a")
+            await transfer(c, attempt, "a")
             await step(c.nodes["d0"], attempt, 1, "b", events.LENGTH)
             await read_all(call)
             both = c.generate(request_id="other", n=2, max_tokens=1)

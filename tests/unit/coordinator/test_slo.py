@@ -259,7 +259,7 @@ def test_the_time_before_an_attempt_is_no_wait_for_blocks():
         world.submit(name, now=20.0, preparing_s=8.0)
         world.tell(decode_node_of(world, name), events.reserved(world.attempt), 21.0)
     world.submit("d/0", now=21.0)
-    assert policy.handover.credit_s == 1.0
+    assert policy.transfers.credit_s == 1.0
 
 
 @pytest.mark.parametrize("is_committed", [False, True])

@@ -120,7 +120,7 @@ def serve(case, device, group):
     facts = {
         "fingerprint": engine.fingerprint,
         "description": engine.description,
-        "traits": engine.numerics_facts,
+        "numerics": engine.numerics_facts,
         "program": type(engine.program).__name__,
         "num_divided_passes": engine.num_divided_passes,
         "num_blocks": engine.num_blocks,

@@ -104,7 +104,7 @@ def test_the_first_backend_that_keeps_bits_is_taken_and_a_line_names_what_others
     with caplog.at_level(logging.WARNING, logger="engine.numerics"):
         kept = load(folder)
     assert type(kept.attention) is TiledAttention
-    assert kept.numerics_facts["history_free"] == "yes"
+    assert kept.numerics_facts["is_batch_invariant"] == "yes"
     assert caplog.messages[-1] == f"--batch-invariant: with tiled attention, bits differ {IN_PARTS}"
 
 
@@ -112,7 +112,7 @@ def test_where_none_keeps_bits_none_are_promised(folder, loaded, monkeypatch):
     monkeypatch.setattr(engine.numerics, "batch_invariant_attentions", lambda *given: [nudged_steps(*given)])
     nudged = load(folder)
     assert not nudged.is_batch_invariant
-    assert nudged.numerics_facts["history_free"] == "no"
+    assert nudged.numerics_facts["is_batch_invariant"] == "no"
     assert nudged.numerics != loaded.numerics
 
 

@@ -85,7 +85,7 @@ def test_the_number_of_threads_counts_where_torch_computes_alone(folder, monkeyp
     portable = load(folder)
     torch.set_num_threads(torch.get_num_threads() + 1)
     assert load(folder).numerics != portable.numerics
-    assert portable.numerics_facts["history_free"] == "no"
+    assert portable.numerics_facts["is_batch_invariant"] == "no"
 
 
 @pytest.mark.skipif(best_variant(torch.bfloat16) is None, reason="bfloat16 products are not native here")
@@ -93,7 +93,7 @@ def test_engines_of_unlike_threads_are_of_one_kind_where_kernels_compute_everyth
     native = load(folder)
     torch.set_num_threads(torch.get_num_threads() + 1)
     assert load(folder).numerics_facts == native.numerics_facts
-    assert native.numerics_facts["history_free"] == "yes"
+    assert native.numerics_facts["is_batch_invariant"] == "yes"
 
 
 def test_traits_tell_of_the_cpu_its_instructions_and_where_torch_computes_its_caches_too(monkeypatch):

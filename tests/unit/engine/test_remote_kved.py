@@ -158,7 +158,7 @@ def folder(written):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_gives_the_bits_of_one_pool(folder, dtype):
     """Two tiles of three are on another engine; the rest of the prompt is read in chunks, beside another request."""
-    engine, host = _engine(folder, dtype), _engine(folder, dtype)
+    engine, holder = _engine(folder, dtype), _engine(folder, dtype)
     if not engine.holds_remote_kv:
         pytest.skip(f"the kernels of this CPU promise nothing for {dtype}")
     whole = _answer(engine, _request("a", 700), range(100), 0, [700])
@@ -166,9 +166,9 @@ def test_an_engine_gives_the_bits_of_one_pool(folder, dtype):
     engine.step([Work(beside, 0, 30, range(150, 160))])
     engine.step([Work(request, 0, 512, range(100))])
     for layer in engine.layout.layers:
-        host.pool.write(layer, range(5, 69), *engine.pool.read(layer, range(64)))
-        host.pool.keys(layer)[69:] = engine.pool.keys(layer)[:64] = float("nan")
-    request.remote_kvs = [PoolRemoteKV(host.attention, 2, list(range(5, 69)))]
+        holder.pool.write(layer, range(5, 69), *engine.pool.read(layer, range(64)))
+        holder.pool.keys(layer)[69:] = engine.pool.keys(layer)[:64] = float("nan")
+    request.remote_kvs = [PoolRemoteKV(holder.attention, 2, list(range(5, 69)))]
     is_remote = _answer(engine, request, [0] * 64 + list(range(100, 136)), 512, [100, 88], beside)
     assert is_remote == whole
 

@@ -91,7 +91,7 @@ def test_answers_are_those_of_ranks_that_have_all_tokens(ranks):
     tp_size, names, sampled, facts = ranks
     for name in names:
         whole, divided = sampled[f"{name} 0"], sampled[f"{name} 1"]
-        if tp_size == 2 or facts[0][f"{name} 0"]["traits"]["history_free"] == "yes":
+        if tp_size == 2 or facts[0][f"{name} 0"]["numerics"]["is_batch_invariant"] == "yes":
             assert divided == whole, name  # with the logprobs of the whole vocabulary
         elif name != "bfloat16":  # where a sum in another order turns a token now and then
             assert token_ids(divided) == token_ids(whole), name
@@ -110,7 +110,7 @@ def test_traits_tell_where_bits_may_differ(ranks):
         assert divided["description"]["sequence_parallel_min_tokens"] == "1"
         assert divided["num_divided_passes"] > 0 == whole["num_divided_passes"]
         is_exact = whole["description"]["attention"] == "native" and best_variant(torch.float32) is not None
-        assert (whole["traits"] == divided["traits"]) == is_exact
+        assert (whole["numerics"] == divided["numerics"]) == is_exact
 
 
 @pytest.mark.nightly

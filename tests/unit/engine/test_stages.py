@@ -99,7 +99,7 @@ def test_tokens_and_logprobs_are_to_the_bit_those_of_one_stage(staged, subtests)
                 pytest.skip("without kernels bits depend on the sizes of steps, and micro-batches are others")
             assert staged.sampled[name] == staged.whole[name]
             if name == "llama":
-                assert all(rank[name]["traits"] == facts["traits"] for rank in staged.facts)
+                assert all(rank[name]["numerics"] == facts["numerics"] for rank in staged.facts)
 
 
 def has_kernels(name, facts):

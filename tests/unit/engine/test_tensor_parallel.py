@@ -162,4 +162,4 @@ def test_nor_do_ranks_of_one_machine_by_kernels(models, tmp_path, num_ranks):
     model = case(models["bfloat16"])
     sampled, facts = run_ranks(tmp_path, num_ranks, {str(size): {**model, "chunk_tokens": size} for size in (7, 1000)})
     assert sampled["7"] == sampled["1000"]
-    assert [rank["7"]["traits"]["history_free"] for rank in facts] == ["yes"] * num_ranks
+    assert [rank["7"]["numerics"]["is_batch_invariant"] for rank in facts] == ["yes"] * num_ranks

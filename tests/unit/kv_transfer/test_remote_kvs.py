@@ -12,11 +12,11 @@ from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.distributed_kv.holder import MAX_ROWS, MAX_STRANGERS, KVHolder
 from kv_transfer.distributed_kv.remote_kv import RemoteKV, most_tiles_of, open_remote_kv
 from kv_transfer.distributed_kv.wire import HEADER_BYTES, KEY_BYTES, Asker, Kind, hear_answer, tell
-from kv_transfer.results import RemoteKVRecalled, TransferError
+from kv_transfer.results import RemoteKVRevoked, TransferError
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
 from serving_core.node.blocks import BlockAllocator
-from serving_node.distributed_kv.holder import Hosting
+from serving_node.distributed_kv.holder import HeldKV
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, block_size=8, dtype="float32")
 KEY = bytes(range(KEY_BYTES))
@@ -47,32 +47,32 @@ class Toy:
 
 
 @pytest.fixture
-def hosting():
-    return Hosting(BlockAllocator(16), LAYOUT.block_size, TILE)  # three tiles of its four are for others
+def held_kv():
+    return HeldKV(BlockAllocator(16), LAYOUT.block_size, TILE)  # three tiles of its four are for others
 
 
 @pytest.fixture
-def host(hosting):
+def holder(held_kv):
     pool = PagedKVPool(LAYOUT, 16, CPU)
-    host = KVHolder("127.0.0.1", 0, KEY, pool, Toy(pool), _lease(hosting), hosting.release, TILE)
-    yield host
-    host.close()
-    assert hosting.num_blocks == 0
+    holder = KVHolder("127.0.0.1", 0, KEY, pool, Toy(pool), _lease(held_kv), held_kv.release, TILE)
+    yield holder
+    holder.close()
+    assert held_kv.num_blocks == 0
 
 
-def _lease(hosting):
+def _lease(held_kv):
     def lease(number, most_tiles, asker):
         assert asker == ASKER
-        return hosting.lease(number, most_tiles, asker.age)
+        return held_kv.lease(number, most_tiles, asker.age)
 
     return lease
 
 
-def _open(host, pool, num_tiles, key=KEY):
+def _open(holder, pool, num_tiles, key=KEY):
     def read(layer, num):
         return pool.read(layer, list(range(num * TILE // LAYOUT.block_size)))
 
-    return open_remote_kv(host.address, key, num_tiles, LAYOUT.layers, read, asker=ASKER, **SIZES)
+    return open_remote_kv(holder.address, key, num_tiles, LAYOUT.layers, read, asker=ASKER, **SIZES)
 
 
 def _filled():
@@ -90,9 +90,9 @@ def _wait(condition):
         time.sleep(0.01)
 
 
-def test_what_is_put_there_is_asked_for_and_let_go(host, hosting):
-    remote_kv = _open(host, _filled(), 2)
-    assert (remote_kv.num_tiles, hosting.num_blocks) == (2, 8)
+def test_what_is_put_there_is_asked_for_and_let_go(holder, held_kv):
+    remote_kv = _open(holder, _filled(), 2)
+    assert (remote_kv.num_tiles, held_kv.num_blocks) == (2, 8)
     for layer in LAYOUT.layers:
         remote_kv.ask(layer, memoryview(np.array([7.0])).cast("B"))
         answer = np.frombuffer(remote_kv.answer(layer), np.float32).reshape(2, 3).tolist()
@@ -110,17 +110,17 @@ def test_what_is_put_there_is_asked_for_and_let_go(host, hosting):
             100 * layer + 1,
         ]
     remote_kv.close()
-    _wait(lambda: hosting.num_blocks == 0)
+    _wait(lambda: held_kv.num_blocks == 0)
 
 
-def test_there_is_room_for_so_many_tiles_alone(host, hosting):
-    first = _open(host, _filled(), 2)
-    second = _open(host, _filled(), 2)
-    assert (second.num_tiles, hosting.num_blocks) == (1, 12)
-    assert _open(host, _filled(), 1) is None
+def test_there_is_room_for_so_many_tiles_alone(holder, held_kv):
+    first = _open(holder, _filled(), 2)
+    second = _open(holder, _filled(), 2)
+    assert (second.num_tiles, held_kv.num_blocks) == (1, 12)
+    assert _open(holder, _filled(), 1) is None
     first.close()
-    _wait(lambda: hosting.num_blocks == 4)
-    third = _open(host, _filled(), 1)
+    _wait(lambda: held_kv.num_blocks == 4)
+    third = _open(holder, _filled(), 1)
     assert third.num_tiles == 1
     second.close()
     third.close()
@@ -131,10 +131,10 @@ def test_an_remote_kv_is_put_there_in_messages_within_the_limit():
     assert most_tiles_of(wide, 256) == 2**30 // (2 * 256 * 8 * 128 * 2)  # keys and values, of two bytes
 
 
-def test_who_has_no_key_gets_nothing(host, hosting):
+def test_who_has_no_key_gets_nothing(holder, held_kv):
     with pytest.raises((TransferError, OSError)):
-        _open(host, _filled(), 1, key=bytes(KEY_BYTES))
-    assert hosting.num_blocks == 0
+        _open(holder, _filled(), 1, key=bytes(KEY_BYTES))
+    assert held_kv.num_blocks == 0
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,12 @@ def test_who_has_no_key_gets_nothing(host, hosting):
         (Kind.OPENED, 0, 0, b""),
     ],
 )
-def test_what_is_not_to_come_ends_the_remote_kv(host, hosting, kind, layer, number, payload):
-    with _connect(host) as connection:
+def test_what_is_not_to_come_ends_the_remote_kv(holder, held_kv, kind, layer, number, payload):
+    with _connect(holder) as connection:
         tell(connection, kind, payload, layer=layer, number=number)
         with pytest.raises((TransferError, OSError)):
             hear_answer(connection, Kind.PUT)
-    _wait(lambda: hosting.num_blocks == 0)
+    _wait(lambda: held_kv.num_blocks == 0)
 
 
 @pytest.mark.parametrize(
@@ -164,21 +164,21 @@ def test_what_is_not_to_come_ends_the_remote_kv(host, hosting, kind, layer, numb
         lambda remote_kv: _carry(remote_kv, num_rows=2, num_partials=1),
     ],
 )
-def test_rows_that_are_not_as_announced_end_the_remote_kv(host, hosting, asks):
-    remote_kv = _open(host, _filled(), 1)
+def test_rows_that_are_not_as_announced_end_the_remote_kv(holder, held_kv, asks):
+    remote_kv = _open(holder, _filled(), 1)
     with pytest.raises(OSError, match=r"hung up|reset|pipe"):
         asks(remote_kv)
-    _wait(lambda: hosting.num_blocks == 0)
+    _wait(lambda: held_kv.num_blocks == 0)
     with pytest.raises(OSError, match="descriptor"):  # closed by the first failure, and asked no more
         _carry(remote_kv, num_rows=1)
     with pytest.raises(OSError, match="descriptor"):
         _ask(remote_kv)
 
 
-def test_strangers_keep_nobody_out(host, hosting):
-    name, _, port = host.address.rpartition(":")
+def test_strangers_keep_nobody_out(holder, held_kv):
+    name, _, port = holder.address.rpartition(":")
     strangers = [socket.create_connection((name, int(port)), 10) for _ in range(MAX_STRANGERS + 3)]
-    remote_kv = _open(host, _filled(), 1)
+    remote_kv = _open(holder, _filled(), 1)
     assert remote_kv.num_tiles == 1
     for stranger in strangers[:3]:  # the oldest make room
         assert stranger.recv(1) == b""
@@ -187,33 +187,33 @@ def test_strangers_keep_nobody_out(host, hosting):
         stranger.close()
 
 
-def test_a_flipped_layer_is_noticed_on_either_way(host, hosting):
+def test_a_flipped_layer_is_noticed_on_either_way(holder, held_kv):
     """Else the partials of another layer would be taken for those that were asked for."""
     with pytest.raises(OSError, match=r"damaged|hung up"):
-        _ask(_flipping(host, send=True))
+        _ask(_flipping(holder, send=True))
     with pytest.raises(OSError, match=r"damaged|layer"):
-        _ask(_flipping(host, send=False))
+        _ask(_flipping(holder, send=False))
 
 
-def test_an_answer_for_another_layer_is_refused(host, hosting):
-    remote_kv = _open(host, _filled(), 1)
+def test_an_answer_for_another_layer_is_refused(holder, held_kv):
+    remote_kv = _open(holder, _filled(), 1)
     remote_kv.ask(1, memoryview(bytes(8)))
     with pytest.raises(OSError, match="answers for layer 1 in place of 0"):
         remote_kv.answer(0)
 
 
-def _flipping(host, *, send):
+def _flipping(holder, *, send):
     """Return remote KV of one tile, over a connection on which a bit of the next header's layer flips one way."""
-    connection = _connect(host)
+    connection = _connect(holder)
     for layer in LAYOUT.layers:
         tell(connection, Kind.PUT, bytes(sum(LAYOUT.cache_bytes(layer)) * TILE // LAYOUT.block_size), layer=layer)
         hear_answer(connection, Kind.PUT, layer=layer)
-    return RemoteKV(host.address, _FlippingConnection(connection, send=send), 1, **SIZES)
+    return RemoteKV(holder.address, _FlippingConnection(connection, send=send), 1, **SIZES)
 
 
-def _connect(host):
+def _connect(holder):
     """Open remote KV of one tile and return its connection, before any layer is sent."""
-    name, _, port = host.address.rpartition(":")
+    name, _, port = holder.address.rpartition(":")
     connection = socket.create_connection((name, int(port)), 60)
     tell(connection, Kind.OPEN, KEY + ASKER.pack(), number=1)
     assert hear_answer(connection, Kind.OPENED)[0].number == 1
@@ -247,9 +247,9 @@ class _FlippingConnection:
         return changed
 
 
-def test_damaged_bytes_are_noticed(host, hosting):
+def test_damaged_bytes_are_noticed(holder, held_kv):
     sizes = [each * 4 for each in LAYOUT.cache_bytes(0)]
-    with _connect(host) as connection:
+    with _connect(holder) as connection:
         taken, kept = socket.socketpair()
         with taken, kept:
             tell(taken, Kind.PUT, bytes(sum(sizes)), layer=0)
@@ -258,7 +258,7 @@ def test_damaged_bytes_are_noticed(host, hosting):
         connection.sendall(message)
         with pytest.raises((TransferError, OSError)):
             hear_answer(connection, Kind.PUT)
-    _wait(lambda: hosting.num_blocks == 0)
+    _wait(lambda: held_kv.num_blocks == 0)
 
 
 def _all(connection, num_bytes):
@@ -279,43 +279,43 @@ def _carry(remote_kv, num_rows, num_partials=0):
     remote_kv.carry(0, memoryview(bytes(queries)), memoryview(bytes(partials)))
 
 
-def test_a_host_that_ends(hosting):
+def test_a_host_that_ends(held_kv):
     pool = PagedKVPool(LAYOUT, 16, CPU)
-    host = KVHolder("127.0.0.1", 0, KEY, pool, Toy(pool), _lease(hosting), hosting.release, TILE)
-    remote_kv = _open(host, _filled(), 1)
-    host.close()
+    holder = KVHolder("127.0.0.1", 0, KEY, pool, Toy(pool), _lease(held_kv), held_kv.release, TILE)
+    remote_kv = _open(holder, _filled(), 1)
+    holder.close()
     with pytest.raises(ConnectionError):
         _ask(remote_kv)
-    assert not remote_kv.is_recalled
+    assert not remote_kv.is_revoked
     remote_kv.close()
-    assert hosting.num_blocks == 0
+    assert held_kv.num_blocks == 0
 
 
 @pytest.mark.parametrize("asks", [lambda remote_kv: _ask(remote_kv), lambda remote_kv: _carry(remote_kv, num_rows=2)])
-def test_blocks_that_are_recalled_are_free_before_anything_is_asked_and_whoever_asks_learns_why(host, hosting, asks):
-    remote_kv = _open(host, _filled(), 2)
+def test_blocks_that_are_revoked_are_free_before_anything_is_asked_and_whoever_asks_learns_why(holder, held_kv, asks):
+    remote_kv = _open(holder, _filled(), 2)
     _ask(remote_kv)
-    host.recall(1)
-    _wait(lambda: hosting.num_blocks == 0)
+    holder.revoke(1)
+    _wait(lambda: held_kv.num_blocks == 0)
     _wait(lambda: not _host_threads())  # or it would be in time to hear the question
     for _ in range(2):
         with pytest.raises(OSError, match=r"older request|reset|pipe|descriptor"):
             asks(remote_kv)
-        assert remote_kv.is_recalled
+        assert remote_kv.is_revoked
     assert not remote_kv.is_silent
-    host.recall(1)  # which is gone
-    again = _open(host, _filled(), 3)
+    holder.revoke(1)  # which is gone
+    again = _open(holder, _filled(), 3)
     assert again.num_tiles == 3
     again.close()
 
 
 def _host_threads():
-    """Return the threads that serve connections to hosts; a connection is closed when its thread ends."""
+    """Return the threads that serve connections to holders; a connection is closed when its thread ends."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("remote KV-")]
 
 
-def test_what_is_recalled_while_it_computes_is_answered_first(host, hosting, monkeypatch):
-    remote_kv, begun, goes_on = _open(host, _filled(), 1), threading.Event(), threading.Event()
+def test_what_is_revoked_while_it_computes_is_answered_first(holder, held_kv, monkeypatch):
+    remote_kv, begun, goes_on = _open(holder, _filled(), 1), threading.Event(), threading.Event()
 
     def partials(*arguments, partials=Toy.partials):
         begun.set()
@@ -325,25 +325,25 @@ def test_what_is_recalled_while_it_computes_is_answered_first(host, hosting, mon
     monkeypatch.setattr(Toy, "partials", partials)
     remote_kv.ask(0, memoryview(bytes(8)))
     assert begun.wait(60)
-    host.recall(1)
-    assert hosting.num_blocks == 4  # they are being read
+    holder.revoke(1)
+    assert held_kv.num_blocks == 4  # they are being read
     goes_on.set()
     assert len(remote_kv.answer(0)) == SIZES["partial_bytes"]
-    _wait(lambda: hosting.num_blocks == 0)
+    _wait(lambda: held_kv.num_blocks == 0)
     with pytest.raises(OSError, match=r"older request|reset|pipe"):
         _ask(remote_kv)
-    assert remote_kv.is_recalled
+    assert remote_kv.is_revoked
 
 
-def test_what_is_recalled_before_all_tiles_are_there_is_not_opened(host, hosting):
+def test_what_is_revoked_before_all_tiles_are_there_is_not_opened(holder, held_kv):
     def read(layer, num):
         if layer:
-            host.recall(1)
+            holder.revoke(1)
         return _filled().read(layer, list(range(num * TILE // LAYOUT.block_size)))
 
-    with pytest.raises((RemoteKVRecalled, ConnectionError)):
-        open_remote_kv(host.address, KEY, 1, LAYOUT.layers, read, asker=ASKER, **SIZES)
-    _wait(lambda: hosting.num_blocks == 0)
+    with pytest.raises((RemoteKVRevoked, ConnectionError)):
+        open_remote_kv(holder.address, KEY, 1, LAYOUT.layers, read, asker=ASKER, **SIZES)
+    _wait(lambda: held_kv.num_blocks == 0)
 
 
 def test_an_asker_is_told_as_it_is():
@@ -351,13 +351,13 @@ def test_an_asker_is_told_as_it_is():
         assert Asker.unpack(Asker(3, step_s=step_s).pack()) == Asker(3, step_s=min(step_s, (2**32 - 1) / 1000))
 
 
-def test_a_port_that_another_one_has(host, hosting):
+def test_a_port_that_another_one_has(holder, held_kv):
     pool = PagedKVPool(LAYOUT, 16, CPU)
-    port = int(host.address.rpartition(":")[2])
+    port = int(holder.address.rpartition(":")[2])
     with pytest.raises(
         SettingsError, match=rf"^cannot listen for remote KV on 127\.0\.0\.1:{port}: Address already in use"
     ):
-        KVHolder("127.0.0.1", port, KEY, pool, Toy(pool), _lease(hosting), hosting.release, TILE)
+        KVHolder("127.0.0.1", port, KEY, pool, Toy(pool), _lease(held_kv), held_kv.release, TILE)
 
 
 def test_an_answer_that_comes_byte_by_byte_is_late_all_the_same():

@@ -54,7 +54,7 @@ def handed_over(area):
     """The descriptor as a reader gets it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        area.hand_over(ours)
+        area.send_descriptor(ours)
         _, (descriptor,), _, _ = socket.recv_fds(theirs, 1, 1)
     return descriptor
 

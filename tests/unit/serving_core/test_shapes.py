@@ -42,7 +42,7 @@ def test_every_role_can_be_taken_by_a_node_of_the_least_limits():
             Shape(0, 0, False),
             "a shape needs prompt_tokens or slots above 0: a node that does neither does nothing",
         ),
-        (Shape(1, 0, True), "a shape that takes hand-overs needs slots above 0 for their answers"),
+        (Shape(1, 0, True), "a shape that accepts KV transfers needs slots above 0"),
     ],
 )
 def test_a_shape_that_cannot_be_taken_is_one_sentence(shape, message):

@@ -1,4 +1,4 @@
-"""Several nodes, the corridor between them and a coordinator of few words, in memory and in a seeded order of events.
+"""Several nodes, the data plane between them and a coordinator of few words, in memory and in a seeded order of events.
 
 Everything that can be late is: commands, events, the ends of steps and of transfers. Ages need not follow arrival. What
 the nodes hold is counted from scratch after everything that happens, and every block's content is known.

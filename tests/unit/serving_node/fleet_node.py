@@ -69,7 +69,7 @@ class Channel:
 
 
 class FleetNode(Node):
-    """A node whose transfers run in the fleet's corridor."""
+    """A node whose transfers run in the fleet's data plane."""
 
     def __init__(self, fleet, name, *size, **limits):
         super().__init__(*size, name=name, **limits)

@@ -56,7 +56,7 @@ def data_of(
     is_coming=False,
     is_revoked=False,
     num_ahead=0,
-    hosts=(),
+    holders=(),
     is_moving=False,
     is_loading=False,
     **fields,
@@ -69,8 +69,8 @@ def data_of(
     if state in (RequestState.WAITING_FOR_BLOCKS, RequestState.RECEIVING_KV):
         transfer = IncomingTransfer(is_coming, is_revoked) if is_receiving else None
         fields["incoming"] = Incoming(0.0, num_ahead=num_ahead, transfer=transfer)
-    if hosts or is_moving:
-        fields["distributed"] = Distributed(hosts, is_moving=is_moving)
+    if holders or is_moving:
+        fields["distributed"] = Distributed(holders, is_moving=is_moving)
     if is_loading:
         fields["waiting"] = Waiting(is_loading=True)
     return fields

@@ -1,4 +1,4 @@
-"""Requests that are longer than a node's pool, driven by hand: one node, or several that are each other's hosts."""
+"""Requests that are longer than a node's pool, driven by hand: one node, or several that are each other's holders."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from serving_core.node.blocks import BlockAllocator
 from serving_core.node.costs import StepCosts, StepRates
 from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.shapes import preset
-from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RecallRemoteKV
+from serving_node.decisions import CloseRemoteKV, OpenRemoteKV, RevokeRemoteKV
 from serving_node.distributed_kv.source import RETRY_S
 from serving_node.scheduler import Limits, NodeScheduler
 from serving_node.worker import Worker
@@ -21,19 +21,19 @@ TILE = 8  # tokens, two blocks
 
 @dataclass(eq=False)
 class Away:
-    """remote KV. What it holds is known where there is a host."""
+    """remote KV. What it holds is known where there is a holder."""
 
     num_tiles: int
     number: int = 0
-    host: "LongNode | None" = None
+    holder: "LongNode | None" = None
     block_ids: Sequence[int] = (None,) * 64
-    is_recalled: bool = False
+    is_revoked: bool = False
 
 
 class LongNode(Ports):
     """One whose pool of eight blocks holds 32 tokens. Nothing is computed, but where it would be is noted."""
 
-    HOSTS = (fleet_pb2.KVHolder(address="host:1", key=bytes(32)),)
+    HOLDERS = (fleet_pb2.KVHolder(address="host:1", key=bytes(32)),)
 
     def __init__(self, num_slots=8, tile=TILE, num_blocks=8):
         self.allocator, self.now = BlockAllocator(num_blocks), 0.0
@@ -54,19 +54,19 @@ class LongNode(Ports):
         self.worker = worker = Worker(self.logic, self, self)
         worker.engine = worker.transfers = worker.remote_kvs = self
         self.openings, self.closed, self.told = [], [], []
-        self.recalled = []  # numbers of remote KV
+        self.revoked = []  # numbers of remote KV
         self.on_failed = lambda event: None
         self.num_asked = 0
 
     def long(self, num_tokens, max_tokens, age=1):
-        """A request that comes with a host."""
-        return self.ask("long", age, num_tokens, max_tokens, self.HOSTS)
+        """A request that comes with a holder."""
+        return self.ask("long", age, num_tokens, max_tokens, self.HOLDERS)
 
-    def ask(self, name, age, num_tokens, max_tokens, hosts=(), num_given=0):
+    def ask(self, name, age, num_tokens, max_tokens, holders=(), num_given=0):
         """`num_given`: tokens of its answer that there are already."""
         request = _request(name, age, num_tokens, max_tokens, num_given)
         wire = convert.job_to_wire(request, age)
-        wire.hosts.extend(hosts)
+        wire.kv_holders.extend(holders)
         self.do(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=wire, local_prefill=True)))
         return self.logic.node_requests.find(request)
 
@@ -100,8 +100,8 @@ class LongNode(Ports):
                 self.openings.append(decision)
             case CloseRemoteKV(remote_kvs=remote_kvs):
                 self.closed += remote_kvs
-            case RecallRemoteKV(number=number):
-                self.recalled.append(number)
+            case RevokeRemoteKV(number=number):
+                self.revoked.append(number)
 
     def take(self):
         self.worker.carry_out()
@@ -116,8 +116,8 @@ class LongNode(Ports):
         self.take()
         beside()
         for work in works:
-            if any(remote_kv.is_recalled for remote_kv in work.request.remote_kvs):
-                work.request.remote_kv_error = "recalled"
+            if any(remote_kv.is_revoked for remote_kv in work.request.remote_kvs):
+                work.request.remote_kv_error = "revoked"
             else:
                 self._put_kv(work)
         self.now += step_s
@@ -130,7 +130,7 @@ class LongNode(Ports):
         token_ids = work.request.token_ids
         node_request = self.logic.node_requests.of(work.request)
         num_away, whose = node_request.num_remote_blocks, work.request.request_id if node_request.distributed else ""
-        away = [(remote_kv.host, block) for remote_kv in work.request.remote_kvs for block in remote_kv.block_ids]
+        away = [(remote_kv.holder, block) for remote_kv in work.request.remote_kvs for block in remote_kv.block_ids]
         table = away[:num_away] + [(self, block) for block in work.block_ids[num_away:]]
         for at in range(work.start + work.num_tokens):
             (node, block), slot = table[at // LAYOUT.block_size], at % LAYOUT.block_size
@@ -153,16 +153,16 @@ class LongNode(Ports):
         self.worker.opened(self.openings.pop(0).node_request, remote_kv)
         self.check()
 
-    def copy_to(self, host, block_ids):
+    def copy_to(self, holder, block_ids):
         """As many of the blocks that are to leave."""
         for source, target in zip(self.opening.block_ids, block_ids, strict=False):
             for slot in range(LAYOUT.block_size):
-                host.kv[target, slot] = self.kv[source, slot]
+                holder.kv[target, slot] = self.kv[source, slot]
 
-    def host(self, most_tiles, age, *, is_again=False, step_s=0.0):
+    def lease_remote_kv(self, most_tiles, age, *, is_again=False, step_s=0.0):
         """Another node's request asks for so much."""
         self.num_asked += 1
-        block_ids = self.worker.host(self.num_asked, most_tiles, Asker(age, is_again, step_s))
+        block_ids = self.worker.lease_remote_kv(self.num_asked, most_tiles, Asker(age, is_again, step_s))
         self.check()
         return block_ids
 
@@ -196,7 +196,7 @@ def _num_tiles(block_ids):
 
 
 class Fellows:
-    """Nodes of which each is a host of all others, and what a coordinator does with those that are turned away."""
+    """Nodes of which each is a holder of all others, and what a coordinator does with those that are turned away."""
 
     def __init__(self, num_nodes=2):
         self.nodes = [LongNode() for _ in range(num_nodes)]
@@ -211,16 +211,18 @@ class Fellows:
                 self._ask(node)
 
     def _ask(self, node):
-        """The first host that has room."""
+        """The first holder that has room."""
         opening = node.opening
-        for host in self.nodes:
-            if host is node:
+        for holder in self.nodes:
+            if holder is node:
                 continue
-            block_ids = host.host(_num_tiles(opening.block_ids), opening.node_request.age, is_again=opening.is_again)
+            block_ids = holder.lease_remote_kv(
+                _num_tiles(opening.block_ids), opening.node_request.age, is_again=opening.is_again
+            )
             self._settle()
             if block_ids:
-                node.copy_to(host, block_ids)
-                node.opened(Away(_num_tiles(block_ids), host.num_asked, host, block_ids))
+                node.copy_to(holder, block_ids)
+                node.opened(Away(_num_tiles(block_ids), holder.num_asked, holder, block_ids))
                 return
         node.opened(None)
 
@@ -228,12 +230,12 @@ class Fellows:
         """Blocks that are let go or taken back are free at once. Whose these were learns of it when it asks next."""
         for node_request in [each for node in self.nodes for each in node.logic.node_requests]:
             for remote_kv in node_request.request.remote_kvs:
-                remote_kv.is_recalled |= remote_kv.number in remote_kv.host.recalled
+                remote_kv.is_revoked |= remote_kv.number in remote_kv.holder.revoked
         for node in self.nodes:
-            over = [(remote_kv.host, remote_kv.number) for remote_kv in node.closed] + [
-                (node, each) for each in node.recalled
+            over = [(remote_kv.holder, remote_kv.number) for remote_kv in node.closed] + [
+                (node, each) for each in node.revoked
             ]
-            node.closed, node.recalled = [], []
-            for host, number in over:
-                host.worker.hosted(number)
-                host.check()
+            node.closed, node.revoked = [], []
+            for holder, number in over:
+                holder.worker.release_remote_kv(number)
+                holder.check()

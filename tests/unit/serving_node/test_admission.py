@@ -6,10 +6,10 @@ from decode_node.preallocation import Preallocation
 from decode_node.preemption import Preemption
 from prefill_node.scheduler import PrefillScheduler
 from serving_core.node.costs import StepCosts
-from serving_core.node.requests import Host, RequestEvent, RequestState
+from serving_core.node.requests import HolderEndpoint, RequestEvent, RequestState
 from serving_core.slo import Due
 from serving_node.admission import Admission
-from serving_node.decisions import Decisions, RecallRemoteKV
+from serving_node.decisions import Decisions, RevokeRemoteKV
 from serving_node.distributed_kv.source import DistributedKV
 from serving_node.transfers import Endings
 from tests.unit.serving_node.node_requests_kit import LAYOUT, House
@@ -17,7 +17,7 @@ from tests.unit.serving_node.slack_kit import ExactCosts
 
 TILE_BLOCKS = 4
 READY = {"is_receiving": True, "has_first_token": True}
-HOSTS = (Host("host:1", bytes(32)),)
+HOLDERS = (HolderEndpoint("host:1", bytes(32)),)
 
 
 class Node(House):
@@ -34,7 +34,7 @@ class Node(House):
         parts = self.node_requests, self.leases, self.allocator, self.endings
         self.distributed = DistributedKV(*parts, tile_blocks * LAYOUT.block_size)
         self.distributed.join(self.admission, preemption)
-        self.hosting, self.claim = self.distributed.hosting, self.admission.reserve
+        self.held_kv, self.reservation = self.distributed.held_kv, self.admission.reserve
 
     def fill_slots(self):
         return [self.add(f"answer-{age}", age, RequestState.RUNNING, 1) for age in (1, 2)]
@@ -161,7 +161,7 @@ def test_a_grant_is_taken_back_for_one_that_is_ready_while_nothing_has_come(fact
 def test_nobody_gives_way_to_what_is_younger_than_a_claim(age, makes_way):
     """It may not start with what it would get."""
     node = Node()
-    node.claim.put(4, now=0.0, step_s=0.0)
+    node.reservation.put(4, now=0.0, step_s=0.0)
     node.add("waiting", age, RequestState.WAITING, 60)
     node.add("read", 9, RequestState.PREFILLED, 40, only_prefills=True)
     assert node.admission.preempt_for_older() == makes_way
@@ -172,7 +172,7 @@ def test_what_is_younger_than_a_claim_leaves_a_tile(num_tokens, age, may_start):
     """Nine blocks are free."""
     node = Node()
     node.add("answer", 1, RequestState.RUNNING, 28)
-    node.claim.put(4, now=0.0, step_s=0.0)
+    node.reservation.put(4, now=0.0, step_s=0.0)
     queued = node.add("queued", age, RequestState.WAITING, num_tokens)  # and the first token of its answer
     assert node.may_start(queued) == [may_start]
     node.node_requests.remove(queued)
@@ -184,7 +184,7 @@ def test_what_is_younger_than_a_claim_leaves_a_tile(num_tokens, age, may_start):
 def test_a_prompt_with_hosts_that_lacks_blocks_comes_before_younger_grants(age, lacks, is_granted):
     node = Node()
     node.add(
-        "growing", age, RequestState.PREFILLING, 8, num_computed=8 if lacks else 7, hosts=HOSTS
+        "growing", age, RequestState.PREFILLING, 8, num_computed=8 if lacks else 7, holders=HOLDERS
     ).request.token_ids += [0] * 80
     node.add("awaiting", 5, RequestState.WAITING_FOR_BLOCKS, 5)
     assert node.granted() == ["awaiting"] * is_granted
@@ -197,7 +197,7 @@ def test_a_prompt_with_hosts_that_lacks_blocks_comes_before_younger_grants(age, 
 def test_what_needs_more_than_others_leave_is_stranded(stage, num_hosted, num_tokens, is_stranded):
     """Ten of 16 blocks are left beside six."""
     node = Node(tile_blocks=1)
-    node.hosting.lease(1, num_hosted, age=9)
+    node.held_kv.lease(1, num_hosted, age=9)
     waiting = node.add("waiting", 5, stage, num_tokens, has_first_token=stage is RequestState.WAITING_FOR_BLOCKS)
     assert node.distributed.stranded() is (waiting if is_stranded else None)
 
@@ -206,10 +206,10 @@ def test_what_needs_more_than_others_leave_is_stranded(stage, num_hosted, num_to
 @pytest.mark.parametrize("stage", [RequestState.RUNNING, RequestState.PREFILLING])
 def test_what_cannot_grow_by_a_block_beside_others_is_stranded(stage, num_hosted, is_stranded):
     node = Node(tile_blocks=1)
-    node.hosting.lease(1, num_hosted, age=9)
-    hosts = HOSTS if stage is RequestState.PREFILLING else ()
-    grown = node.add("grown", 5, stage, 20, num_computed=20, hosts=hosts)
-    grown.request.token_ids += [0] * 40 * bool(hosts)  # more than the pool holds
+    node.held_kv.lease(1, num_hosted, age=9)
+    holders = HOLDERS if stage is RequestState.PREFILLING else ()
+    grown = node.add("grown", 5, stage, 20, num_computed=20, holders=holders)
+    grown.request.token_ids += [0] * 40 * bool(holders)  # more than the pool holds
     assert node.distributed.stranded() is (grown if is_stranded else None)
 
 
@@ -265,7 +265,7 @@ def test_a_read_prompt_that_is_kept_gets_a_slot_and_not_blocks_of_what_has_none(
 )
 def test_nobody_is_stranded_while_something_comes_free_anyway(stage, facts):
     node = Node()
-    node.hosting.lease(1, 1, age=9)
+    node.held_kv.lease(1, 1, age=9)
     waiting = node.add("waiting", 5, RequestState.WAITING, 60)
     assert node.distributed.stranded() is waiting
     node.add("going", 6, stage, 1, **facts)
@@ -275,9 +275,9 @@ def test_nobody_is_stranded_while_something_comes_free_anyway(stage, facts):
 
 @pytest.mark.parametrize("stage", [RequestState.WAITING, RequestState.PREFILLING])
 def test_nobody_takes_what_others_gave_up_for_an_older_one(stage):
-    """Until that has blocks: to begin with, or to go on with where it has hosts."""
+    """Until that has blocks: to begin with, or to go on with where it has holders."""
     node = Node(num_slots=4)
-    older = node.add("older", 3, stage, 8, num_computed=8, hosts=HOSTS)
+    older = node.add("older", 3, stage, 8, num_computed=8, holders=HOLDERS)
     older.request.token_ids += [0] * 30
     read = node.add("read", 9, RequestState.PREFILLED, 40, only_prefills=True)
     assert node.admission.preempt_for_older()
@@ -295,20 +295,20 @@ def test_nobody_takes_what_others_gave_up_for_an_older_one(stage):
     assert node.may_start(younger) == [True]
 
 
-def test_what_was_recalled_for_an_answer_is_granted_to_no_younger_one():
+def test_what_was_revoked_for_an_answer_is_granted_to_no_younger_one():
     node = Node(num_slots=4, tile_blocks=1)
-    node.hosting.lease(1, 11, age=9)
+    node.held_kv.lease(1, 11, age=9)
     older = node.add("older", 5, RequestState.RUNNING, 20, num_computed=20)
     node.add("younger", 7, RequestState.WAITING_FOR_BLOCKS, 5)
-    assert node.distributed.recall(older)
-    assert node.endings.decisions.take() == [RecallRemoteKV(1)]
-    node.hosting.release(1)
+    assert node.distributed.revoke(older)
+    assert node.endings.decisions.take() == [RevokeRemoteKV(1)]
+    node.held_kv.release(1)
     assert node.granted() == []
     node.leases.grow(older, 1)
     assert node.granted() == ["younger"]
-    assert [node.distributed.may_host(age) for age in (4, 6)] == [True, False]  # it may grow again
+    assert [node.distributed.may_hold(age) for age in (4, 6)] == [True, False]  # it may grow again
     node.node_requests.remove(older)
-    assert node.distributed.may_host(6)
+    assert node.distributed.may_hold(6)
 
 
 @pytest.mark.parametrize("facts", [{}, {"ending": {}}])
@@ -319,4 +319,4 @@ def test_what_others_gave_up_for_an_older_one_is_for_no_tiles(facts):
     node.add("read", 9, RequestState.PREFILLED, 60, only_prefills=True)
     assert node.admission.preempt_for_older()
     older.ending = facts.get("ending")
-    assert [node.distributed.may_host(age) for age in (2, 4)] == [True, bool(facts)]
+    assert [node.distributed.may_hold(age) for age in (2, 4)] == [True, bool(facts)]

@@ -14,11 +14,11 @@ from protos import convert, fleet_pb2
 from serving_core.errors import SettingsError
 from serving_core.net.tls import TlsSettings
 from serving_core.node.blocks import BlockAllocator
-from serving_core.node.requests import Distributed, Host, RequestState
+from serving_core.node.requests import Distributed, HolderEndpoint, RequestState
 from serving_core.settings import EngineSettings
 from serving_node.decisions import OpenRemoteKV
 from serving_node.distributed_kv.ends import RemoteKVEnds, tile_tokens
-from serving_node.distributed_kv.holder import HOLD_S, LAPSE_S, MOST_STEP_S, Hosting
+from serving_node.distributed_kv.holder import HOLD_S, LAPSE_S, MOST_STEP_S, HeldKV
 from serving_node.distributed_kv.source import PATIENCE_S, RETRY_S
 from serving_node.link import LinkSettings
 from serving_node.settings import NodeSettings, check_network
@@ -80,7 +80,7 @@ def test_nothing_is_freed_before_the_tiles_have_arrived_even_when_it_ends():
 def test_what_does_not_fit_beside_the_tiles_of_others_is_told_so_and_the_rest_goes_on(num_prompt):
     """Six of eight blocks are another node's: the one of 14 tokens cannot even start, that of 7 grows out."""
     node = LongNode()
-    node.host(9, age=0)
+    node.lease_remote_kv(9, age=0)
     node.ask("large", 1, num_prompt, 4)
     node.ask("small", 2, 2, 4)
     while node.compute():
@@ -160,12 +160,12 @@ def test_nobody_gives_way_to_a_younger_one_nor_in_vain(age, num_hosted):
     long = node.long(28, max_tokens=50)
     while node.opening is None:
         node.compute()
-    assert not node.host(1, age=0)  # it may get room yet
+    assert not node.lease_remote_kv(1, age=0)  # it may get room yet
     node.put(0)
-    assert bool(node.host(1, age)) == bool(num_hosted)
+    assert bool(node.lease_remote_kv(1, age)) == bool(num_hosted)
     assert (long.state is RequestState.WAITING) == bool(num_hosted)
-    node.logic.distributed_kv.hosting.release(2)
-    assert len(node.host(9, age=2)) == 6 * num_hosted  # three quarters, or nothing
+    node.logic.distributed_kv.held_kv.release(2)
+    assert len(node.lease_remote_kv(9, age=2)) == 6 * num_hosted  # three quarters, or nothing
 
 
 def test_a_lost_remote_kv_fails_the_attempt_and_its_token_is_not_told():
@@ -185,7 +185,7 @@ def test_a_lost_remote_kv_fails_the_attempt_and_its_token_is_not_told():
     assert node.allocator.num_free == 8
 
 
-class BusyHost(LongNode):
+class BusyHolder(LongNode):
     """Of two tiles, for one of another node. It is asked while steps run."""
 
     def __init__(self):
@@ -194,7 +194,7 @@ class BusyHost(LongNode):
 
     def ask_for(self, age, *, is_again=True, step_s=0.0):
         def ask():
-            self.given = self.given or self.host(1, age, is_again=is_again, step_s=step_s)
+            self.given = self.given or self.lease_remote_kv(1, age, is_again=is_again, step_s=step_s)
 
         return ask
 
@@ -218,7 +218,7 @@ class BusyHost(LongNode):
 
 @pytest.mark.parametrize(("age", "is_again", "has_room"), [(1, True, True), (1, False, False), (10**6, True, False)])
 def test_younger_prompts_that_come_and_go_leave_room_for_an_older_one_that_waits(age, is_again, has_room):
-    node = BusyHost()
+    node = BusyHolder()
     node.go_on_asked(age, HOLD_S - 1, is_again=is_again)
     assert len(node.given) == 4 * has_room
     num_begun = node.told.count("first_token")
@@ -230,7 +230,7 @@ def test_younger_prompts_that_come_and_go_leave_room_for_an_older_one_that_waits
 
 @pytest.mark.parametrize("step_s", [3, 6])
 def test_room_is_left_for_one_that_does_not_ask_while_it_is_in_a_step(step_s):
-    node = BusyHost()
+    node = BusyHolder()
     node.go_on_asked(1, 2 * step_s, step_s=step_s)
     assert node.given
     assert node.now == pytest.approx(step_s, abs=0.2)  # when it asks again
@@ -238,7 +238,7 @@ def test_room_is_left_for_one_that_does_not_ask_while_it_is_in_a_step(step_s):
 
 @pytest.mark.parametrize(("step_s", "waits_s"), [(0, LAPSE_S), (6, LAPSE_S + 6), (1e6, LAPSE_S + MOST_STEP_S)])
 def test_nobody_waits_for_one_that_does_not_ask_any_more(step_s, waits_s):
-    node = BusyHost()
+    node = BusyHolder()
     node.go_on()
     ends_s = node.now + waits_s
     node.go_on(node.ask_for(1, step_s=step_s))
@@ -254,17 +254,17 @@ def test_nobody_waits_for_one_that_does_not_ask_any_more(step_s, waits_s):
 
 
 def test_room_that_is_made_for_one_is_not_taken_by_a_younger_one():
-    node = BusyHost()
+    node = BusyHolder()
     node.go_on()
     node.go_on(node.ask_for(1))
     while node.compute():
         pass
-    assert not node.host(1, age=2, is_again=True)
-    assert len(node.host(1, age=1, is_again=True)) == 4
+    assert not node.lease_remote_kv(1, age=2, is_again=True)
+    assert len(node.lease_remote_kv(1, age=1, is_again=True)) == 4
 
 
 def test_what_another_node_reads_gets_no_credit_before_an_older_one_that_waits():
-    node = BusyHost()
+    node = BusyHolder()
     node.go_on()
     node.go_on(node.ask_for(1))
     younger, older = node.await_prompt("younger", 50, num_tokens=17), node.await_prompt("older", 0)
@@ -277,7 +277,7 @@ def test_what_another_node_reads_gets_no_credit_before_an_older_one_that_waits()
 
 def test_nobody_gives_way_to_what_may_not_start():
     """A prompt of the node's own waits for the older one of another node, for which there is room by now."""
-    node = BusyHost()
+    node = BusyHolder()
     filling = node.ask("filling", 3, 13, max_tokens=2)
     read = node.read_for_another("read", 6, 10)
     node.compute()
@@ -288,12 +288,12 @@ def test_nobody_gives_way_to_what_may_not_start():
         pass
     assert filling not in node.logic.node_requests
     assert [waiting.state, read.state] == [RequestState.WAITING, RequestState.PREFILLED]
-    assert len(node.host(1, age=1)) == 4
+    assert len(node.lease_remote_kv(1, age=1)) == 4
 
 
 def test_a_long_answer_gives_way_to_an_older_one_that_has_waited():
     """It would end long after the older one has lost patience."""
-    node = BusyHost()
+    node = BusyHolder()
     younger = node.ask("younger", 5, 17, max_tokens=14)
     node.compute()
     while not node.given:
@@ -302,7 +302,7 @@ def test_a_long_answer_gives_way_to_an_older_one_that_has_waited():
         node.compute(node.ask_for(1))
     assert node.now >= HOLD_S
     assert younger.state is RequestState.WAITING
-    node.worker.hosted(node.num_asked)
+    node.worker.release_remote_kv(node.num_asked)
     node.tick(node.now + LAPSE_S)
     while younger in node.logic.node_requests:
         assert node.compute()
@@ -311,7 +311,7 @@ def test_a_long_answer_gives_way_to_an_older_one_that_has_waited():
 
 def test_nobody_gives_way_to_one_that_has_asked_once():
     """Another node may have had room for it since."""
-    node = BusyHost()
+    node = BusyHolder()
     younger = node.ask("younger", 5, 17, max_tokens=14)
     node.compute(node.ask_for(1, step_s=MOST_STEP_S))
     while node.compute():
@@ -323,7 +323,7 @@ def test_nobody_gives_way_to_one_that_has_asked_once():
 
 
 def test_nobody_waits_where_older_ones_leave_too_little():
-    node = BusyHost()
+    node = BusyHolder()
     older = node.ask("older", 1, 18, max_tokens=10)
     node.compute()
     node.ask_for(2)()
@@ -335,7 +335,7 @@ def test_nobody_waits_where_older_ones_leave_too_little():
 
 def test_a_younger_one_that_is_longer_than_this_pool_leaves_room_too():
     """As its own tiles leave it takes no more of what is free."""
-    node = BusyHost()
+    node = BusyHolder()
     younger = node.long(20, max_tokens=400, age=5)
     asked_s = -RETRY_S
     while not node.given:
@@ -351,13 +351,13 @@ def test_a_younger_one_that_is_longer_than_this_pool_leaves_room_too():
 @pytest.mark.parametrize(("most", "given"), [(1, 1), (3, 3), (9, 3)])
 def test_a_host_keeps_a_quarter_of_its_pool(most, given):
     allocator = BlockAllocator(8)
-    hosting = Hosting(allocator, LAYOUT.block_size, TILE)
-    assert len(hosting.lease(1, most, age=0)) == 2 * given
-    assert hosting.num_blocks == 2 * given
-    assert len(hosting.lease(2, 9, age=0)) == 2 * (3 - given)
-    hosting.release(1)
-    hosting.release(2)
-    hosting.release(3)  # which never got any
+    held_kv = HeldKV(allocator, LAYOUT.block_size, TILE)
+    assert len(held_kv.lease(1, most, age=0)) == 2 * given
+    assert held_kv.num_blocks == 2 * given
+    assert len(held_kv.lease(2, 9, age=0)) == 2 * (3 - given)
+    held_kv.release(1)
+    held_kv.release(2)
+    held_kv.release(3)  # which never got any
     allocator.check_integrity()
     assert allocator.num_free == 8
 
@@ -410,14 +410,16 @@ async def until(condition):
 
 async def test_a_host_that_cannot_even_be_asked_has_no_room(tiny_model):
     async with remote_kv_ends(tiny_model) as (ends, told):
-        asker = SimpleNamespace(age=0, distributed=Distributed((Host("127.0.0.1:99999", bytes(32)),)))
+        asker = SimpleNamespace(age=0, distributed=Distributed((HolderEndpoint("127.0.0.1:99999", bytes(32)),)))
         ends.carry_out(OpenRemoteKV(asker, list(range(64)), is_again=False))
         await until(lambda: told == [None])
 
 
 async def test_a_host_is_told_what_is_to_be_known_of_whoever_asks(tiny_model):
     async with remote_kv_ends(tiny_model) as (ends, told):
-        asker = SimpleNamespace(age=7, distributed=Distributed((Host(ends.address, ends.key),), longest_step_s=5.5))
+        asker = SimpleNamespace(
+            age=7, distributed=Distributed((HolderEndpoint(ends.address, ends.key),), longest_step_s=5.5)
+        )
         ends.carry_out(OpenRemoteKV(asker, list(range(2 * TILE_KEYS // BLOCK_SIZE)), is_again=True))
         await until(lambda: len(told) == 2)
         assert told == [(2, Asker(7, True, 5.5)), None]

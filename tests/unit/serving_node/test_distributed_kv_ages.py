@@ -37,7 +37,7 @@ class Load(Fellows):
         age = self.ages.pop()
         is_long = self.random.random() < self.share_long
         sizes = self.random.randint(1, 30 if is_long else 16), self.random.randint(1, 24 if is_long else 12)
-        self.ask(str(age), age, *sizes, LongNode.HOSTS * is_long)
+        self.ask(str(age), age, *sizes, LongNode.HOLDERS * is_long)
 
     def ask(self, name, *facts, num_given=0):
         node = self.random.choice(self.nodes)
@@ -65,7 +65,7 @@ class Load(Fellows):
     def num_held_before(self, node, age):
         """Blocks of the node that older requests of others have."""
         older = [each for other in self.nodes for each in other.logic.node_requests if each.age < age]
-        remote_kvs = [remote_kv for each in older for remote_kv in each.request.remote_kvs if remote_kv.host is node]
+        remote_kvs = [remote_kv for each in older for remote_kv in each.request.remote_kvs if remote_kv.holder is node]
         return sum(len(remote_kv.block_ids) for remote_kv in remote_kvs)
 
     def run(self):
@@ -103,40 +103,40 @@ def stand(node):
 def test_an_older_one_gets_the_blocks_of_younger_tiles_and_nobody_else_does(num_tokens):
     """Six of eight blocks are another node's. It has none to begin with, or grows out of the two that are left."""
     node = LongNode()
-    [first, last] = [node.host(most, age=9) and node.num_asked for most in (1, 2)]
+    [first, last] = [node.lease_remote_kv(most, age=9) and node.num_asked for most in (1, 2)]
     older = node.ask("older", 5, num_tokens, max_tokens=12)
     node.ask("younger", 7, 2, max_tokens=12)
     stand(node)
-    assert node.recalled == [first, last]
+    assert node.revoked == [first, last]
     stand(node)
-    assert node.recalled == [first, last]  # once
+    assert node.revoked == [first, last]  # once
     for number in (first, last):
-        node.worker.hosted(number)
-        assert not node.host(1, age=6, is_again=True)
+        node.worker.release_remote_kv(number)
+        assert not node.lease_remote_kv(1, age=6, is_again=True)
     node.compute()
     assert older.lease is not None
     assert node.allocator.num_free > 2
-    assert not node.host(1, age=6, is_again=True)  # they would be recalled again
+    assert not node.lease_remote_kv(1, age=6, is_again=True)  # they would be revoked again
     node.run()
     assert older.request.num_output_tokens == 12
     assert "failed" not in node.told
-    assert len(node.host(1, age=6)) == 2
+    assert len(node.lease_remote_kv(1, age=6)) == 2
 
 
 def test_the_youngest_request_gives_its_tiles_up_first_and_no_more_than_needed():
     node = LongNode()
-    numbers = {age: node.host(1, age) and node.num_asked for age in (7, 9, 8)}
+    numbers = {age: node.lease_remote_kv(1, age) and node.num_asked for age in (7, 9, 8)}
     node.ask("older", 5, 13, max_tokens=3)  # four blocks, of which there are two
     stand(node)
-    assert node.recalled == [numbers[9]]
-    node.worker.hosted(numbers[9])
+    assert node.revoked == [numbers[9]]
+    node.worker.release_remote_kv(numbers[9])
     node.run()
-    assert node.recalled == [numbers[9]]
+    assert node.revoked == [numbers[9]]
     assert "failed" not in node.told
 
 
 @pytest.mark.parametrize(
-    ("ages", "num_tokens", "num_recalled"),
+    ("ages", "num_tokens", "num_revoked"),
     [
         ((3, 4, 9), 16, 0),
         ((3, 9, 9), 16, 2),
@@ -146,18 +146,18 @@ def test_the_youngest_request_gives_its_tiles_up_first_and_no_more_than_needed()
         ((3, 4, 5), 16, 0),
     ],
 )
-def test_nobody_gives_tiles_up_in_vain_nor_for_a_younger_one(ages, num_tokens, num_recalled):
+def test_nobody_gives_tiles_up_in_vain_nor_for_a_younger_one(ages, num_tokens, num_revoked):
     """Two blocks are left beside three tiles, and the first token of the answer needs a place too."""
     node = LongNode()
     for age in ages:
-        node.host(1, age)
+        node.lease_remote_kv(1, age)
     node.ask("waiting", 5, num_tokens, max_tokens=1)
     stand(node)
-    assert len(node.recalled) == node.load().num_remote_kvs_revoked == num_recalled
-    assert node.told.count("failed") == (not num_recalled)
+    assert len(node.revoked) == node.load().num_remote_kvs_revoked == num_revoked
+    assert node.told.count("failed") == (not num_revoked)
 
 
-def test_whose_tiles_are_recalled_begins_again_and_has_the_whole_answer():
+def test_whose_tiles_are_revoked_begins_again_and_has_the_whole_answer():
     node = LongNode()
     long = node.long(28, max_tokens=50)
     while long.num_remote_blocks < 4:
@@ -165,11 +165,11 @@ def test_whose_tiles_are_recalled_begins_again_and_has_the_whole_answer():
             node.put(1)
         node.compute()
     num_tokens = len(long.request.token_ids)
-    recalled, kept = long.request.remote_kvs
-    recalled.is_recalled = True
+    revoked, kept = long.request.remote_kvs
+    revoked.is_revoked = True
     node.compute()
     assert long.state is RequestState.WAITING
-    assert node.closed == [recalled, kept]
+    assert node.closed == [revoked, kept]
     assert len(long.request.token_ids) == num_tokens  # what that step gave means nothing
     node.run()
     assert long.request.num_output_tokens == 50
@@ -181,32 +181,32 @@ def test_whose_tiles_are_recalled_begins_again_and_has_the_whole_answer():
 def test_tiles_of_younger_requests_make_room_for_those_of_an_older_one_that_has_waited(age, waits):
     """All that are for others are had by two of age 7."""
     node = LongNode()
-    numbers = [node.host(most, age=7) and node.num_asked for most in (2, 1)]
+    numbers = [node.lease_remote_kv(most, age=7) and node.num_asked for most in (2, 1)]
     begun_s = node.now
-    while node.now < begun_s + 2 * HOLD_S and not node.recalled:
-        assert not node.host(1, age, is_again=True)
+    while node.now < begun_s + 2 * HOLD_S and not node.revoked:
+        assert not node.lease_remote_kv(1, age, is_again=True)
         node.compute()
         node.tick(node.now + RETRY_S)
-    assert (node.recalled == numbers) == waits
+    assert (node.revoked == numbers) == waits
     if waits:
         assert node.now - begun_s == pytest.approx(HOLD_S, abs=3 * RETRY_S)
         for number in numbers:
-            node.worker.hosted(number)
-        assert len(node.host(3, age=6)) == 4  # it leaves the blocks of a tile
-        assert len(node.host(1, age, is_again=True)) == 2
+            node.worker.release_remote_kv(number)
+        assert len(node.lease_remote_kv(3, age=6)) == 4  # it leaves the blocks of a tile
+        assert len(node.lease_remote_kv(1, age, is_again=True)) == 2
 
 
 def test_nobody_gives_way_to_one_whose_tiles_may_not_come():
-    """They were recalled for an older one, which is still here."""
+    """They were revoked for an older one, which is still here."""
     node = LongNode()
-    node.host(3, age=9)
+    node.lease_remote_kv(3, age=9)
     node.ask("older", 5, 10, max_tokens=20)
     stand(node)
-    node.worker.hosted(node.num_asked)
+    node.worker.release_remote_kv(node.num_asked)
     younger = node.ask("younger", 7, 12, max_tokens=2)
     node.compute()
     while node.now < 2 * HOLD_S:
-        assert not node.host(3, age=6, is_again=True)
+        assert not node.lease_remote_kv(3, age=6, is_again=True)
         node.tick(node.now + RETRY_S)
     node.compute()
     assert younger.state is RequestState.RUNNING
@@ -215,6 +215,6 @@ def test_nobody_gives_way_to_one_whose_tiles_may_not_come():
 def test_nobody_waits_for_one_that_older_ones_leave_no_place():
     """All that are for others are had by an older one."""
     node = LongNode()
-    node.host(3, age=4)
-    assert not node.host(1, age=5, is_again=True)
+    node.lease_remote_kv(3, age=4)
+    assert not node.lease_remote_kv(1, age=5, is_again=True)
     assert node.logic.wake_at_s is None

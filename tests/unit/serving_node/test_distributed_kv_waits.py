@@ -14,7 +14,7 @@ from tests.unit.serving_node.remote_kv_kit import TILE, Fellows, LongNode
 
 
 class Refused(LongNode):
-    """One whose hosts have no room."""
+    """One whose holders have no room."""
 
     def refuse(self):
         """They are asked, and asked again at once."""
@@ -31,7 +31,7 @@ class Refused(LongNode):
         return long
 
     def go_on(self):
-        """A step, or time until hosts are asked again."""
+        """A step, or time until holders are asked again."""
         self.refuse()
         if not self.compute():
             self.tick(self.now + RETRY_S)
@@ -152,7 +152,7 @@ def test_what_has_only_its_hosts_to_go_on_with_is_turned_away_once_they_have_had
     """Six of eight blocks are another node's, and nothing else is here that could be computed. Hosts may have to wait
     for a step like its own."""
     node = Refused()
-    node.host(9, age=0)
+    node.lease_remote_kv(9, age=0)
     long = node.fill(20, max_tokens=2)
     long.distributed.longest_step_s, asked_s = step_s, node.now
     while long in node.logic.node_requests:
@@ -162,18 +162,18 @@ def test_what_has_only_its_hosts_to_go_on_with_is_turned_away_once_they_have_had
     assert node.now > asked_s + HOLD_S + step_s
 
 
-class Host(LongNode):
+class Holder(LongNode):
     """Of three tiles at most, for others."""
 
     def asked(self, age=1):
         """Twice, as the first time it makes no room."""
-        return self.host(3, age) or self.host(3, age, is_again=True)
+        return self.lease_remote_kv(3, age) or self.lease_remote_kv(3, age, is_again=True)
 
 
 @pytest.mark.parametrize(("has_begun", "waits_s"), [(False, 0), (True, HOLD_S)])
 def test_a_grant_of_which_nothing_has_come_gives_way_at_once(has_begun, waits_s):
     """The node that is to read it may be full of the one that waits."""
-    node = Host()
+    node = Holder()
     node.allocator.allocate(1)
     granted = [node.await_prompt(str(age), age, num_tokens=11) for age in (5, 6)]
     assert [each.state for each in granted] == [RequestState.RECEIVING_KV] * 2
@@ -193,7 +193,7 @@ def test_a_grant_of_which_nothing_has_come_gives_way_at_once(has_begun, waits_s)
 
 
 def test_for_each_further_tile_nobody_waits_so_long_again():
-    node = Host()
+    node = Holder()
     younger = [node.ask(str(age), age, num_tokens, max_tokens=9) for age, num_tokens in ((5, 17), (6, 5))]
     node.compute()
     node.compute()
@@ -212,15 +212,15 @@ def test_for_each_further_tile_nobody_waits_so_long_again():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_long_and_short_ones_that_come_in_any_order_all_end(seed):
-    """On two nodes that are each other's hosts, as an answer or turned away. Each step finds what it needs."""
+    """On two nodes that are each other's holders, as an answer or turned away. Each step finds what it needs."""
     random, two = Random(seed), Fellows()
     asked = []
     for age in random.sample(range(100), 24):
         node = random.choice(two.nodes)
         is_long = random.random() < 0.25
         num_tokens, max_tokens = random.randint(1, 30 if is_long else 16), random.randint(1, 24 if is_long else 12)
-        hosts = node.HOSTS * is_long
-        asked.append(node.ask(str(age), age, num_tokens, max_tokens, hosts))
+        holders = node.HOLDERS * is_long
+        asked.append(node.ask(str(age), age, num_tokens, max_tokens, holders))
         for _ in range(random.randrange(6)):
             two.go_on()
     for _ in range(2000):

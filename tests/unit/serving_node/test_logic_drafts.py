@@ -5,7 +5,7 @@ import pytest
 
 from decode_node import speculation
 from decode_node.speculation import BUDGET_S, LEAST_STEPS, DraftModel
-from serving_core.node.requests import Distributed, Host
+from serving_core.node.requests import Distributed, HolderEndpoint
 from tests.toy_kv import NUM_TOKEN_IDS, answer_of
 from tests.unit.serving_node.logic_kit import Node, prompt_of
 
@@ -167,7 +167,7 @@ def test_nothing_is_written_ahead_of_one_that_may_have_blocks_elsewhere():
     node = DraftingNode(tile_tokens=4 * BLOCK_SIZE)
     node.writes("a", PROMPT, max_tokens=NUM_TOKENS)
     (node_request,) = node.logic.node_requests
-    node_request.distributed = Distributed((Host("host:1", b""),))
+    node_request.distributed = Distributed((HolderEndpoint("host:1", b""),))
     begun(node=node)
     assert is_right(node, "a")
     assert not node.rounds

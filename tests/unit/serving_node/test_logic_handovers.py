@@ -1,4 +1,4 @@
-"""Hand-overs in both directions over one pool: grants taken back, prompts that are read again, next descriptors."""
+"""KV transfers in both directions over one pool: grants taken back, prompts that are read again, next descriptors."""
 
 import pytest
 

@@ -120,9 +120,9 @@ def test_tokens_travel_in_the_tail(token_ids):
 
 
 def test_the_longest_tail_fits_a_message():
-    numerics_ids = [b"origin: c", b"origin: s"] * (convert.MAX_MADE // 2)
+    numerics_ids = [b"origin: c", b"origin: s"] * (convert.MAX_NUMERICS_RUNS // 2)
     tail = convert.to_tail([2**32 - 1] * MAX_TAIL_TOKENS, numerics_ids)
-    assert len(convert.from_tail(tail)[1]) == convert.MAX_MADE
+    assert len(convert.from_tail(tail)[1]) == convert.MAX_NUMERICS_RUNS
     assert len(tail) <= MAX_TAIL_BYTES
 
 
@@ -130,13 +130,16 @@ def test_a_tail_tells_who_made_the_blocks_unless_they_are_too_many():
     read, written = b"origin: c", b"origin: s"
     tail = convert.to_tail([5], [read, read, written, read])
     assert convert.from_tail(tail) == ([5], [(read, 2), (written, 1), (read, 1)])
-    numerics_ids = [read, written] * convert.MAX_MADE
-    for num_blocks, num_told in ((convert.MAX_MADE, convert.MAX_MADE), (convert.MAX_MADE + 1, 0)):
+    numerics_ids = [read, written] * convert.MAX_NUMERICS_RUNS
+    most = convert.MAX_NUMERICS_RUNS
+    for num_blocks, num_told in ((most, most), (most + 1, 0)):
         tail = convert.to_tail([5], numerics_ids[:num_blocks])
         assert convert.from_tail(tail) == ([5], [(numerics_id, 1) for numerics_id in numerics_ids[:num_told]])
 
 
-@pytest.mark.parametrize("tail", [b"abc", fleet_pb2.Tail(made=[fleet_pb2.Made(maker=b"short")]).SerializeToString()])
+@pytest.mark.parametrize(
+    "tail", [b"abc", fleet_pb2.Tail(numerics=[fleet_pb2.NumericsRun(numerics_id=b"short")]).SerializeToString()]
+)
 def test_an_odd_tail_tells_nothing(tail):
     with pytest.raises(ValueError, match="a tail"):
         convert.from_tail(tail)

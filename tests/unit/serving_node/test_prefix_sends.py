@@ -438,7 +438,7 @@ def test_other_salts_and_adapters_find_nothing():
 
 
 def test_runs_of_makers_that_a_tail_cannot_tell_are_not_lent(monkeypatch):
-    monkeypatch.setattr("serving_node.peer_fetch.MAX_MADE", 1)
+    monkeypatch.setattr("serving_node.peer_fetch.MAX_NUMERICS_RUNS", 1)
     node, reader = source(is_batch_invariant=False), Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
     assert len(asked_to_lend(node, reader).block_ids) == 4  # of chunks; the steps' have another numerics id

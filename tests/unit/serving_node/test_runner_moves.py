@@ -22,7 +22,7 @@ from tests.unit.serving_node.runner_kit import (
     told,
 )
 
-# ---- hand-overs ----
+# ---- KV transfers ----
 
 
 async def test_one_node_reads_and_another_writes(tmp_path):
@@ -230,7 +230,7 @@ async def test_logits_after_a_move_are_the_undisturbed_ones_bit_for_bit(kind_and
         assert disturbed == expected, f"token {expected.index} differs"
 
 
-async def test_both_ways_at_once_beside_a_hand_over_in_each(tmp_path):
+async def test_both_ways_at_once_beside_a_transfer_in_each(tmp_path):
     """Two answers that swap their nodes again and again, while prompts go both ways."""
     async with fleet(tmp_path, "x", "y", num_blocks=200, max_num_batched_tokens=64, max_num_seqs=8) as (x, y):
         all_migrating = {}

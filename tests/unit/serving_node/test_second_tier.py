@@ -314,7 +314,7 @@ def _host_others(node):
         num_blocks = num_tiles * 256 // layout.block_size
         return memoryview(random.bytes(keys * num_blocks)), memoryview(random.bytes(values * num_blocks))
 
-    offer, layout = node.node.hello().remote_kvs.host, node.engine.layout
+    offer, layout = node.node.hello().remote_kvs.holder, node.engine.layout
     sizes = node.engine.partial_attention()
     bytes_of = {"row_bytes": sizes.row_bytes, "partial_bytes": sizes.partial_bytes}
     remote_kv = open_remote_kv(offer.address, offer.key, NUM_TILES, layout.layers, read, asker=Asker(0), **bytes_of)

@@ -134,10 +134,10 @@ def test_status_shows_the_memory_of_each_rank_where_there_are_several(run):
 
 def test_status_tells_of_nodes_whose_answers_may_differ_in_bits(run, script):
     [p0] = script.nodes
-    script.nodes.append(inference_pb2.NodeInfo(name="p1", traits=p0.traits))
+    script.nodes.append(inference_pb2.NodeInfo(name="p1", numerics=p0.numerics))
     assert "unlike" not in run("status").stdout
-    script.nodes.append(inference_pb2.NodeInfo(name="d0", traits={"cpu": "avx512_f"}))
-    assert "unlike nodes, whose answers may differ in bits: p0, p1 | d0\n" in run("status").stdout
+    script.nodes.append(inference_pb2.NodeInfo(name="d0", numerics={"cpu": "avx512_f"}))
+    assert "nodes whose outputs may differ in bits: p0, p1 | d0\n" in run("status").stdout
 
 
 def test_status_tells_the_sampling_defaults_in_force(run):
@@ -158,7 +158,7 @@ def test_status_tells_the_sampling_defaults_in_force(run):
         (
             "decode --slots 3 --no-accepts-transfers",
             {"shape": {"slots": 3}},
-            "d0 is decode now: 3 slots, no hand-overs",
+            "d0 is decode now: 3 slots, no KV transfers",
         ),
     ],
 )

@@ -76,7 +76,7 @@ class World:
     def run(self):
         """What becomes of it, and the API server."""
         agenda, model = Agenda(), ToyModel(VOCAB_SIZE)
-        options = {"max_concurrency": None, "request_timeout_s": self.timeout_s, "door_s": API_SERVER_S}
+        options = {"max_concurrency": None, "request_timeout_s": self.timeout_s, "api_server_s": API_SERVER_S}
         clients = LoadClients(agenda, told(self.planned, lambda each: self.limits), model=model, **options)
         api_server = self.api_server(agenda, clients)
         fleet = Fleet(agenda, api_server, self.sizes, model, self.settings or self.size.settings)

@@ -2,7 +2,7 @@
 
 from protos import inference_pb2
 from splitserve_bench.serve.records import PlannedRequest
-from splitserve_bench.simulate.profile import ControlProfile, CorridorProfile, Grid, NodeSizes, Profile, StepProfile
+from splitserve_bench.simulate.profile import ControlProfile, Grid, NodeSizes, Profile, StepProfile, TransferProfile
 
 BLOCK_SIZE, BLOCK_BYTES, NUM_LAYERS = 16, 16_000, 10
 VOCAB_SIZE = 5000
@@ -41,7 +41,7 @@ PROFILE = Profile(
         prompts=Grid((1, 512), (0,), ((chunk_s(1),), (chunk_s(512),))),
         overhead_s=0.0,
     ),
-    corridor=CorridorProfile(LATENCY_S, BYTES_PER_S),
+    kv_transfer=TransferProfile(LATENCY_S, BYTES_PER_S),
     control=ControlProfile(MESSAGE_S, API_SERVER_S),
 )
 

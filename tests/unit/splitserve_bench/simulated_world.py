@@ -99,7 +99,7 @@ class World:
         )
         self.planned = [self._request(index) for index in range(num_requests)]
         self.agenda, model = Agenda(), ToyModel(VOCAB_SIZE)
-        limits = {"max_concurrency": None, "request_timeout_s": TIMEOUT_S, "door_s": 0.001}
+        limits = {"max_concurrency": None, "request_timeout_s": TIMEOUT_S, "api_server_s": 0.001}
         self.clients = LoadClients(self.agenda, self.planned, model=model, **limits)
         settings = CoordinatorSettings(
             max_restarts=self.random.choice([0, 2, 20]),

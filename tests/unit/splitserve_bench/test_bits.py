@@ -76,18 +76,26 @@ def test_prompts_that_the_context_does_not_hold_are_left_out():
 WHATEVER = "whatever happened to an output"
 
 
-def node(*, history_free="no", batch_invariant="no", tp_size="1", kv_cache_dtype="bfloat16", **traits):
+def node(*, is_batch_invariant="no", batch_invariant="no", tp_size="1", kv_cache_dtype="bfloat16", **numerics):
     engine = {"batch_invariant": batch_invariant, "tp_size": tp_size}
     return NodeInfo(
-        "n", "mixed", "1", {"kv_cache_dtype": kv_cache_dtype}, engine, {"history_free": history_free, **traits}
+        "n",
+        "mixed",
+        "1",
+        {"kv_cache_dtype": kv_cache_dtype},
+        engine,
+        {"is_batch_invariant": is_batch_invariant, **numerics},
     )
 
 
 @pytest.mark.parametrize(
     ("described", "promise"),
     [
-        (node(history_free="yes"), "promised: the same bits whatever happened to an output"),
-        (node(history_free="yes", threads="2"), f"promised: the same bits {WHATEVER} (with equal numbers of threads)"),
+        (node(is_batch_invariant="yes"), "promised: the same bits whatever happened to an output"),
+        (
+            node(is_batch_invariant="yes", threads="2"),
+            f"promised: the same bits {WHATEVER} (with equal numbers of threads)",
+        ),
         (node(kv_cache_dtype="int8"), "not promised: keys and values in 8 bits"),
         (node(tp_size="4"), "not promised: the order in which 4 ranks"),
         (node(batch_invariant="yes"), "not promised: histories that the node tried out"),

@@ -36,18 +36,18 @@ from splitserve_bench.doctor.split_model import (
 )
 from splitserve_bench.doctor.steps import PROMPTS, StepFigures, StepTask
 from splitserve_bench.models import Shape, write_random_model
-from splitserve_bench.simulate.profile import CorridorProfile, Grid
+from splitserve_bench.simulate.profile import Grid, TransferProfile
 from splitserve_bench.transfer import peer
 from tests.effort import few
 from tests.tiny_models import write_fake_model
 from tests.unit.splitserve_bench.stand_ins import worker_here
 
-# A prompt takes 10 ms + 1 ms a token, a step 20 ms for 4 answers and 30 ms for 8, a hand-over 2 ms + 10 µs a token.
+# A prompt takes 10 ms + 1 ms a token, a step 20 ms for 4 answers and 30 ms for 8, a KV transfer 2 ms + 10 µs a token.
 STEPS = {4: 0.02, 8: 0.03}
 COSTS = NodeCosts(
     PrefillCost(base_s=0.01, token_s=0.001, pair_s=0.0),
     Grid((4, 8), (100,), ((0.02,), (0.03,))),
-    CorridorProfile(latency_s=0.002, bytes_per_s=1e6),
+    TransferProfile(latency_s=0.002, bytes_per_s=1e6),
     token_bytes=10,
 )
 
@@ -137,7 +137,7 @@ def test_costs_are_never_below_zero():
     assert fit_prefill([(100, 0.5)]).prefill_s(100) == pytest.approx(0.5)
 
 
-def test_the_corridor_from_two_transfers():
+def test_the_kv_transfer_profile_from_two_transfers():
     found = fit_transfers([(1000, 0.003), (5000, 0.5), (11_000, 0.013)])  # the one in between does not count
     assert (found.latency_s, found.bytes_per_s) == (pytest.approx(0.002), pytest.approx(1e6))
     assert found.transfer_s(3000) == pytest.approx(0.005)
@@ -156,7 +156,7 @@ def test_a_machine_that_is_faster_in_all_judges_alike(running, prompt_tokens, ou
     slower = NodeCosts(
         PrefillCost(0.01 * factor, 0.001 * factor, 0.0),
         cached(cached_token_s, factor),
-        CorridorProfile(0.002 * factor, 1e6 / factor),
+        TransferProfile(0.002 * factor, 1e6 / factor),
         10,
     )
     one = compare(replace(COSTS, decode=cached(cached_token_s)), running, prompt_tokens, output_tokens)
@@ -174,7 +174,7 @@ TOKEN_BYTES = 2 * 3 * 2 * 12 * 2  # K and V, layers, heads, head size, bytes of 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """The corridor's other process may take long to begin."""
+    """The process of the other end may take long to begin."""
     monkeypatch.setattr(peer, "DEADLINE_S", 600.0)
 
 
@@ -183,7 +183,7 @@ def run(*arguments):
 
 
 def concluded(output_tokens=(50, 1), most_tokens=1000, part=None):
-    """From a prompt of 10 ms + 1 ms a token, steps of 10 ms + 2.5 ms an answer, a hand-over of 2 ms + 10 µs a token;
+    """From a prompt of 10 ms + 1 ms a token, steps of 10 ms + 2.5 ms an answer, a KV transfer of 2 ms + 10 µs a token;
     and one node, by which a token and an answer take so much of that."""
     nodes = costs_of(1.0)
     sizes = DoctorBench(1, 4, (100, 200, 300), output_tokens, 1)

@@ -94,18 +94,18 @@ def test_what_is_left_of_a_lone_request_is_overhead_and_control():
     assert profile.steps.overhead_s == pytest.approx(0.002)
     assert profile.steps.prompt_overhead_s == pytest.approx(0.010)
     assert profile.control.message_s == pytest.approx(0.003)
-    assert profile.control.door_s == pytest.approx(0.007)
-    assert (profile.corridor.latency_s, profile.corridor.bytes_per_s) == (pytest.approx(0.004), 5e8)
+    assert profile.control.api_server_s == pytest.approx(0.007)
+    assert (profile.kv_transfer.latency_s, profile.kv_transfer.bytes_per_s) == (pytest.approx(0.004), 5e8)
 
 
-def short_one(queue_s, door_s):
-    return lone(0.1 + door_s, 0.02, queue_s=queue_s, server_first_s=0.1, transfer_s=0.0)
+def short_one(queue_s, api_server_s):
+    return lone(0.1 + api_server_s, 0.02, queue_s=queue_s, server_first_s=0.1, transfer_s=0.0)
 
 
 def test_messages_and_the_api_server_spread_together_around_their_medians():
     """A quarter of them takes twice as long as the others."""
     control = control_of([short_one(0.006, 0.007)] * 60 + [short_one(0.012, 0.014)] * 20)
-    assert (control.message_s, control.door_s) == (pytest.approx(0.003), pytest.approx(0.007))
+    assert (control.message_s, control.api_server_s) == (pytest.approx(0.003), pytest.approx(0.007))
     assert control.spread.at(0.5) == pytest.approx(1.0)
     assert control.spread.at(0.95) == pytest.approx(2.0)
 
@@ -158,7 +158,7 @@ async def test_lone_requests_go_to_nodes_of_as_many_cores_as_the_steps_were_meas
     profile = await measure_profile(model, settings, DoctorBench(cores, 2, (16,), (8,), 1), 5e8, str)
     assert profile.flags == {"quantization": "w8a8", "weights_memory_bytes": 2**30, "batch_invariant": True}
     assert asked == [(model, given, contender, LONE_REQUESTS + SHORT_REQUESTS, 1)]
-    assert (profile.cores, profile.corridor.latency_s) == (cores, 0.0)
+    assert (profile.cores, profile.kv_transfer.latency_s) == (cores, 0.0)
 
 
 def test_the_share_that_steps_take_alone_is_the_median_of_a_few():
@@ -178,7 +178,7 @@ def test_the_share_that_steps_take_alone_is_the_median_of_a_few():
 def test_noise_makes_no_time_negative():
     outcome = lone(0.1, step_s(1) - 0.01, queue_s=0.0, server_first_s=0.2, transfer_s=0.0)
     profile = profile_of("paper", 1, SIZES, PROFILE.steps, 5e8, [outcome], [outcome] * 2)
-    assert (profile.steps.overhead_s, profile.steps.prompt_overhead_s, profile.control.door_s) == (0, 0, 0)
+    assert (profile.steps.overhead_s, profile.steps.prompt_overhead_s, profile.control.api_server_s) == (0, 0, 0)
 
 
 def test_the_sizes_of_a_node(tiny):
@@ -261,7 +261,7 @@ def cpu_s(process):
 @pytest.mark.nightly
 @pytest.mark.parametrize("has_all_cores", [False, True], ids=["a node of one core", "a node of all cores"])
 def test_the_command_saves_what_a_simulation_reads(tiny, tmp_path, monkeypatch, has_all_cores):
-    """A node of all cores leaves none for a second one, so there is no corridor between two."""
+    """A node of all cores leaves none for a second one, so there is no KV transfer between two."""
     monkeypatch.setattr(peer, "DEADLINE_S", 600.0)  # its other process may take long to begin
     write_tokenizer(tiny)
     path, cores = tmp_path / "profile.json", len(saving.all_cpus()) if has_all_cores else 1
@@ -271,7 +271,7 @@ def test_the_command_saves_what_a_simulation_reads(tiny, tmp_path, monkeypatch, 
     assert json.loads(done.stdout.splitlines()[-1])["model"] == "tiny"
     profile = read_profile(path)
     assert (profile.model, profile.cores, profile.node.vocab_size) == ("tiny", cores, 260)
-    assert profile.corridor.latency_s == 0.0 or not has_all_cores
+    assert profile.kv_transfer.latency_s == 0.0 or not has_all_cores
     assert 0 < profile.steps.answers_alone_factor <= 1
     assert 0 < profile.steps.prompts_alone_factor <= 1
     assert len(profile.steps.prompts_spread.factors) == len(profile.control.spread.factors) == 7

@@ -20,7 +20,7 @@ from splitserve_bench.serve.metrics import Limits, ttft_s
 from splitserve_bench.serve.stages import findings_of
 from splitserve_bench.simulate.costs import ProfileCosts
 from splitserve_bench.simulate.fleet import FleetSize
-from splitserve_bench.simulate.profile import CorridorProfile, read_profile
+from splitserve_bench.simulate.profile import TransferProfile, read_profile
 from tests.effort import effort, few
 from tests.unit.splitserve_bench.goodput_kit import (
     KNEES,
@@ -134,11 +134,11 @@ BLOCK_S = 2.0  # of each block on its way
 PROMPT, ANSWER = 100, 300
 NUM_BYSTANDERS = 2
 MOST_BLOCKS = NUM_BYSTANDERS * -(-(PROMPT + ANSWER) // BLOCK_SIZE)
-SLOW = replace(PROFILE, corridor=CorridorProfile(LATENCY_S, BLOCK_BYTES / BLOCK_S))
+SLOW = replace(PROFILE, kv_transfer=TransferProfile(LATENCY_S, BLOCK_BYTES / BLOCK_S))
 
 
 class SlowLater(ProfileCosts):
-    """The corridor is slow for what is sent once the bystanders run."""
+    """KV transfers are slow for what is sent once the bystanders run."""
 
     def __init__(self):
         super().__init__(PROFILE)
@@ -146,7 +146,7 @@ class SlowLater(ProfileCosts):
 
     def bytes_s(self, num_bytes):
         self.num_transfers += num_bytes > 0
-        return (SLOW if self.num_transfers > NUM_BYSTANDERS else PROFILE).corridor.bytes_per_s ** -1 * num_bytes
+        return (SLOW if self.num_transfers > NUM_BYSTANDERS else PROFILE).kv_transfer.bytes_per_s ** -1 * num_bytes
 
 
 def longest_gap_s(outcome):

@@ -143,7 +143,7 @@ def test_stages_hold_a_model_that_ranks_alone_do_not(nodes):
     machines = machines_of(replace(small, gpus_per_host=16))
     [kind] = machines.kinds
     assert (kind.grid, kind.num_devices, kind.dollars_per_h) == ("TP1 PP2", 2, 9.5)
-    assert kind.profile.corridor.bytes_per_s == 2 * 450e9 * LINK  # each stage sends what it has
+    assert kind.profile.kv_transfer.bytes_per_s == 2 * 450e9 * LINK  # each stage sends what it has
     assert [words.partition(":")[0] for words in machines.unfit] == ["h100, TP 1", "h100, TP 1, PP 16"]
     plan = Plan((Pool(PREFILL, kind, 1), Pool(DECODE, kind, 1)), 4, 4)
     assert (str(plan), plan.num_devices) == ("1P TP1 PP2 + 1D TP1 PP2", 4)
@@ -189,7 +189,7 @@ def test_a_node_has_the_memory_that_weights_leave(nodes):
     model = read_model_sizes(nodes_folder(nodes))
     assert one.sizes.num_blocks == (int(80 * 2**30 * 0.9) - model.weight_bytes) // (16 * model.rank_token_bytes(1))
     assert two.sizes.num_blocks > 2 * one.sizes.num_blocks * 0.99
-    assert (two.profile.corridor.bytes_per_s, two.dollars_per_h, two.watts) == (2 * 450e9 * LINK, 9.5, 1400)
+    assert (two.profile.kv_transfer.bytes_per_s, two.dollars_per_h, two.watts) == (2 * 450e9 * LINK, 9.5, 1400)
 
 
 def nodes_folder(nodes):
@@ -315,7 +315,7 @@ def test_a_measured_profile_is_simulated_as_by_splitserve_simulate(tmp_path):
     planned = [request(index, 60 + 7 * index, 4 + index % 3, 0.11 * index) for index in range(12)]
     for counts in ((1, 1, 0), (0, 0, 2), (2, 1, 1)):
         pools = [Pool(role, kind, count) for role, count in zip((PREFILL, DECODE, MIXED), counts, strict=True) if count]
-        clients = JudgingClients(Agenda(), planned, Limits(), PROFILE.control.door_s, 0, 12, 12)
+        clients = JudgingClients(Agenda(), planned, Limits(), PROFILE.control.api_server_s, 0, 12, 12)
         run_clients(Plan(tuple(pools), sum(counts), 8), clients)
         outcomes = simulate(profile, FleetSize(*counts), planned, max_concurrency=None, request_timeout_s=600.0)
         assert [each.ttft_s for each in clients.judged] == pytest.approx(list(map(ttft_s, outcomes)))

@@ -59,7 +59,7 @@ def test_a_probe_counts_what_one_can_work_out(tmp_path):
 
     def played(ttft_ms, tpot_ms, attainment=0.9):
         limits = Limits(ttft_s=ttft_ms / 1e3, tpot_s=tpot_ms / 1e3)
-        counts = {"rate": 0.1, "num_before": 2, "num_counted": 6, "door_s": PROFILE.control.door_s}
+        counts = {"rate": 0.1, "num_before": 2, "num_counted": 6, "api_server_s": PROFILE.control.api_server_s}
         return play(plan, planned, limits, attainment=attainment, **counts)
 
     good = played(28.1, 21.1)
@@ -77,7 +77,7 @@ def test_an_answer_is_not_waited_for_once_its_pace_is_known(tmp_path):
     PROFILE.save(tmp_path / "profile.json")
     (kind,) = machines_of(paper_nodes(tmp_path)).kinds
     planned, limits = [request(0, 20, 400, 0.0)], Limits(tpot_s=0.0211)
-    clients = JudgingClients(Agenda(), planned, limits, PROFILE.control.door_s, 0, 1, 1, ENOUGH_TOKENS)
+    clients = JudgingClients(Agenda(), planned, limits, PROFILE.control.api_server_s, 0, 1, 1, ENOUGH_TOKENS)
     run_clients(Plan((Pool(MIXED, kind, 1),), 1, 1), clients)
     assert clients.agenda.now < 400 * 0.021 / 3
     clients.close()
@@ -89,7 +89,7 @@ def test_a_fleet_that_is_late_before_it_is_full_is_not_filled(tmp_path):
     PROFILE.save(tmp_path / "profile.json")
     (kind,) = machines_of(paper_nodes(tmp_path)).kinds
     planned, limits = [request(index, 20, 1, 0.02 * index) for index in range(2000)], Limits(ttft_s=0.1)
-    clients = JudgingClients(Agenda(), planned, limits, PROFILE.control.door_s, 1500, 50, 15, ENOUGH_TOKENS)
+    clients = JudgingClients(Agenda(), planned, limits, PROFILE.control.api_server_s, 1500, 50, 15, ENOUGH_TOKENS)
     run_clients(Plan((Pool(MIXED, kind, 1),), 1, 1), clients)
     assert (clients.is_early, len(clients.judged)) == (True, 50)
     assert sum(judged.is_good is False for judged in clients.judged) == 16
@@ -103,7 +103,13 @@ def test_an_answer_that_goes_on_at_the_end_is_judged_by_whole_tokens(tmp_path):
     (kind,) = machines_of(paper_nodes(tmp_path)).kinds
     planned = [request(index, 20, 5, 10.0 * index) for index in range(4)]
     planned += [request(4, 20, 50, 100.0), request(5, 20, 5, 100.0 + 2.9 * 0.021)]
-    counts = {"rate": 0.1, "num_before": 0, "num_counted": 6, "door_s": PROFILE.control.door_s, "attainment": 0.9}
+    counts = {
+        "rate": 0.1,
+        "num_before": 0,
+        "num_counted": 6,
+        "api_server_s": PROFILE.control.api_server_s,
+        "attainment": 0.9,
+    }
     played = play(Plan((Pool(MIXED, kind, 2),), 2, 2), planned, Limits(tpot_s=0.022), **counts)
     assert (played.num_good, played.missed) == (6, {})
 
@@ -115,7 +121,7 @@ def test_a_probe_that_ends_early_is_no_pass(tmp_path, attainment):
     (kind,) = machines_of(paper_nodes(tmp_path)).kinds
     planned = [request(index, 20, 5, 10.0 * index) for index in range(40)]
     nobody = Limits(ttft_s=0.001)
-    counts = {"rate": 0.1, "num_before": 0, "num_counted": 40, "door_s": PROFILE.control.door_s}
+    counts = {"rate": 0.1, "num_before": 0, "num_counted": 40, "api_server_s": PROFILE.control.api_server_s}
     played = play(Plan((Pool(MIXED, kind, 1),), 1, 1), planned, nobody, attainment=attainment, **counts)
     assert (played.num_good + (MOST_SEEDS - 1) * 40) / (MOST_SEEDS * 40) < attainment or played.num_good == 0
 

@@ -17,7 +17,7 @@ from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.simulate.costs import ProfileCosts
 from splitserve_bench.simulate.events import Agenda, ToyModel
 from splitserve_bench.simulate.fleet import Fleet, FleetSize, LoadClients, play, simulate
-from splitserve_bench.simulate.profile import CorridorProfile, Grid, TierProfile, read_profile
+from splitserve_bench.simulate.profile import Grid, TierProfile, TransferProfile, read_profile
 from tests.effort import effort
 from tests.tiny_models import write_tokenizer
 from tests.unit.splitserve_bench.simulate_kit import (
@@ -96,10 +96,10 @@ def test_a_lone_request_of_two_nodes():
     """The descriptor is there before the prompt is read, so all but the last layer of its blocks has left by then."""
     (outcome,) = outcomes_of(SPLIT, request(0, 100, 3))
     first_s = API_SERVER_S + 2 * MESSAGE_S + chunk_s(100)
-    hand_over_s = 7 * BLOCK_S / NUM_LAYERS + LATENCY_S
-    second_s = first_s + hand_over_s + step_s(1)
+    transfer_s = 7 * BLOCK_S / NUM_LAYERS + LATENCY_S
+    second_s = first_s + transfer_s + step_s(1)
     assert outcome.arrivals_s == pytest.approx([first_s, second_s, second_s + step_s(1)])
-    assert outcome.timeline["kv_transfer_s"] == pytest.approx(hand_over_s)
+    assert outcome.timeline["kv_transfer_s"] == pytest.approx(transfer_s)
     check_phases(outcome)
 
 
@@ -157,7 +157,7 @@ def test_a_turn_is_lent_what_the_answer_before_has_left_where_that_is_faster_tha
 
 def test_prefix_fetches_that_take_longer_than_computing_end_when_that_has_been_measured():
     """What is not there in time is computed after all: the least patience is 250 ms."""
-    slow = replace(PROFILE, corridor=CorridorProfile(LATENCY_S, BLOCK_BYTES / 0.1))
+    slow = replace(PROFILE, kv_transfer=TransferProfile(LATENCY_S, BLOCK_BYTES / 0.1))
     turns = chats(5, slow)
     assert [each.error for each in turns] == [""] * 5
     assert [each.timeline["prefix_fetch_s"] for each in turns] == pytest.approx([0.25] * 3 + [0.0] * 2)
@@ -250,7 +250,7 @@ class StuckOnce(ProfileCosts):
 def test_a_node_that_is_stuck_is_given_up_and_comes_back():
     agenda, model = Agenda(), ToyModel(VOCAB_SIZE)
     planned = [request(0, 20, 3), request(1, 20, 3, at_s=600.0)]
-    limits = {"max_concurrency": None, "request_timeout_s": 1000.0, "door_s": 0.0}
+    limits = {"max_concurrency": None, "request_timeout_s": 1000.0, "api_server_s": 0.0}
     clients = LoadClients(agenda, planned, model=model, **limits)
     fleet = Fleet(agenda, clients, PROFILE.node, model)
     fleet.start("a", "mixed", StuckOnce(PROFILE))

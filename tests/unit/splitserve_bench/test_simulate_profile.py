@@ -119,7 +119,7 @@ def test_a_profile_may_say_what_nodes_take_from_each_other(tmp_path):
         (("steps", "answers", "columns"), [], "columns"),
         (("steps", "answers", "seconds"), [[0.1], [0.1, 0.2]], "a list of 1 numbers"),
         (("steps", "prompts", "seconds"), [[0.1]], "2 lists"),
-        (("corridor", "bytes_per_s"), 0, "bytes_per_s"),
+        (("kv_transfer", "bytes_per_s"), 0, "bytes_per_s"),
         (("control", "message_s"), -0.1, "message_s"),
     ],
 )
@@ -257,3 +257,12 @@ def test_spreads_that_cannot_be(tmp_path, spread, words):
     path.write_text(json.dumps(fields))
     with pytest.raises(SettingsError, match=words):
         read_profile(path)
+
+
+def test_a_profile_of_the_version_before_is_read(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    text = (tmp_path / "profile.json").read_text()
+    old = text.replace('"kv_transfer"', '"corridor"').replace('"api_server_s"', '"door_s"')
+    assert old != text
+    (tmp_path / "profile.json").write_text(old)
+    assert read_profile(tmp_path / "profile.json") == PROFILE
