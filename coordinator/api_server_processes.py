@@ -1,7 +1,7 @@
 """Run the API server processes of a coordinator that has several, all listening at the same ports.
 
-The control process holds the ports, starts the API servers, and restarts those that end. An API server ends with the
-control process, whatever ends that. The end of an API server loses its own connections alone. The ports are locked, so
+The coordinator holds the ports, starts the API servers, and restarts those that end. An API server ends with the
+coordinator, whatever ends that. The end of an API server loses its own connections alone. The ports are locked, so
 that other coordinators cannot share them.
 """
 
@@ -19,17 +19,13 @@ from typing import Any, Final
 import grpc
 
 from coordinator.api.health import HealthService
-from coordinator.api.messages import ASKED
 from coordinator.api.public import STOP_GRACE_S
-from coordinator.api.statuses import StatusInterceptor
 from coordinator.api_server_service import ApiServerService
 from coordinator.api_server_settings import ApiServerSettings
 from coordinator.settings import CoordinatorSettings
-from protos import api_servers_pb2_grpc, inference_pb2_grpc
 from serving_core.errors import SettingsError
 from serving_core.flags import environment_of, to_argv
 from serving_core.net.backoff import Backoff
-from serving_core.net.channels import LOCAL_OPTIONS
 from serving_core.net.ports import LONGEST_PATH, Port, SharedPort, SocketFolder, fits
 
 logger = logging.getLogger(__name__)
@@ -48,24 +44,23 @@ class ApiServers:
     """
 
     def __init__(
-        self, settings: CoordinatorSettings, service: ApiServerService, status: Any, admin: Any, health: HealthService
+        self, settings: CoordinatorSettings, service: ApiServerService, server: grpc.aio.Server, health: HealthService
     ) -> None:
+        """Create the API servers. They dial `server`, which has the services for them and no port yet."""
         self._settings = settings
         self._service = service
+        self._server = server
         self._health = health
-        self._server = grpc.aio.server(interceptors=[StatusInterceptor()], options=LOCAL_OPTIONS)
-        api_servers_pb2_grpc.add_ApiServersServicer_to_server(service, self._server)
-        inference_pb2_grpc.add_InferenceServicer_to_server(status, self._server)
-        inference_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         self._folder = SocketFolder()
-        self._streams: asyncio.Server | None = None
+        self._opened: dict[str, asyncio.Event] = {}  # by name of the API server: set while it listens
         self._held: list[SharedPort] = []
-        self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self._keepers: dict[int, asyncio.Task[None]] = {}
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
         self._is_stopping = False
         self.port = 0  # set by `listen`
         self.http_port = -1  # set by `listen`; -1 without HTTP
         service.lose = self._kill
+        service.listens = self._listens
 
     def listen(self) -> None:
         """Bind the ports for the API servers. Raise SettingsError."""
@@ -76,20 +71,17 @@ class ApiServers:
 
     async def start(self) -> None:
         """Start the API servers and return when all of them listen. Raise SettingsError when one cannot."""
-        path = self._folder.path / "control"
-        asked = path.with_name(path.name + ASKED)
-        if not fits(asked):
-            raise SettingsError(f"{asked} is longer than a socket's path may be ({LONGEST_PATH}): set another TMPDIR")
+        path = self._folder.path / "coordinator"
+        if not fits(path):
+            raise SettingsError(f"{path} is longer than a socket's path may be ({LONGEST_PATH}): set another TMPDIR")
         self._folder.make()
-        self._server.add_insecure_port(f"unix:{asked}")
-        self._streams = await asyncio.start_unix_server(self._service.attach, path)
-        for each in (path, asked):
-            each.chmod(0o600)
+        self._server.add_insecure_port(f"unix:{path}")
+        path.chmod(0o600)
         await self._server.start()
-        numbers = range(1, self._settings.api_server_count + 1)
-        self._service.opened.update((number, asyncio.Event()) for number in numbers)
-        self._keepers = {number: asyncio.create_task(self._keep(number, path)) for number in numbers}
-        opened = asyncio.gather(*(event.wait() for event in self._service.opened.values()))
+        names = [str(number) for number in range(1, self._settings.api_server_count + 1)]
+        self._opened = {name: asyncio.Event() for name in names}
+        self._keepers = {name: asyncio.create_task(self._keep(name, path)) for name in names}
+        opened = asyncio.gather(*(event.wait() for event in self._opened.values()))
         parts: list[asyncio.Future[Any]] = [opened, *self._keepers.values()]
         try:
             await asyncio.wait(parts, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -102,42 +94,39 @@ class ApiServers:
             opened.cancel()
             with suppress(asyncio.CancelledError):
                 await opened
-        logger.info("%d API servers are open", len(numbers))
+        logger.info("%d API servers are open", len(names))
 
     async def stop(self) -> None:
         """Send the API servers their last messages, end them, and release the ports."""
         self._is_stopping = True
         self._service.end()
-        closing = [keeper for number, keeper in self._keepers.items() if self._service.opened[number].is_set()]
+        closing = [keeper for name, keeper in self._keepers.items() if self._opened[name].is_set()]
         if closing:
             await asyncio.wait(closing, timeout=STOP_DEADLINE_S)
-        killed = [self._keepers[number] for number in self._processes]
-        for number in self._processes:
-            self._kill(number)
+        killed = [self._keepers[name] for name in self._processes]
+        for name in self._processes:
+            self._kill(name)
         if killed:  # wait for their end, otherwise the processes stay as zombies
             await asyncio.wait(killed, timeout=STOP_GRACE_S)
         for keeper in self._keepers.values():
             keeper.cancel()
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
         await self._server.stop(None)
-        if self._streams is not None:
-            self._streams.close()
         for held in self._held:
             held.close()
         self._folder.remove()
 
     async def report(self) -> None:
-        """Report the state of the fleet to health watchers of the fleet port and to the API servers."""
+        """Report the state of the fleet to health watchers of the fleet port."""
         await self._health.report(is_serving=self._service.is_serving)
-        self._service.tell()
 
     def reread_api_keys(self) -> None:
         """Let every open API server reread the file of API keys.
 
         An API server that is not open yet would end by the signal, and reads the file as it opens.
         """
-        for number, process in self._processes.items():
-            if self._service.opened[number].is_set():
+        for name, process in self._processes.items():
+            if self._opened[name].is_set():
                 with suppress(ProcessLookupError):
                     process.send_signal(signal.SIGHUP)
 
@@ -146,43 +135,47 @@ class ApiServers:
         self._held.append(held)
         return held.number
 
-    def _kill(self, number: int) -> None:
-        if (process := self._processes.get(number)) is not None:
+    def _listens(self, name: str) -> None:
+        if (opened := self._opened.get(name)) is not None:
+            opened.set()
+
+    def _kill(self, name: str) -> None:
+        if (process := self._processes.get(name)) is not None:
             with suppress(ProcessLookupError):
                 process.kill()
 
-    def _check_open(self, number: int) -> None:
+    def _check_open(self, name: str) -> None:
         """Kill an API server that does not listen in time; it is started again."""
-        if not self._service.opened[number].is_set():
-            logger.error("API server %d does not listen after %g s", number, START_DEADLINE_S)
-            self._kill(number)
+        if not self._opened[name].is_set():
+            logger.error("API server %s does not listen after %g s", name, START_DEADLINE_S)
+            self._kill(name)
 
-    async def _keep(self, number: int, path: Path) -> None:
-        """Run API server `number`, and restart it when it ends. Raise SettingsError if it ends before it has ever
+    async def _keep(self, name: str, path: Path) -> None:
+        """Run API server `name`, and restart it when it ends. Raise SettingsError if it ends before it has ever
         listened."""
         pauses = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
-        opened, has_opened = self._service.opened[number], False
+        opened, has_opened = self._opened[name], False
         while not self._is_stopping:
-            process = self._processes[number] = await self._spawn(number, path)
-            late = asyncio.get_running_loop().call_later(START_DEADLINE_S, self._check_open, number)
+            process = self._processes[name] = await self._spawn(name, path)
+            late = asyncio.get_running_loop().call_later(START_DEADLINE_S, self._check_open, name)
             try:
                 code = await process.wait()
             finally:
                 late.cancel()
-                del self._processes[number]
+                del self._processes[name]
             if self._is_stopping:
                 return
             has_opened = has_opened or opened.is_set()
             opened.clear()
             if not has_opened:
-                raise SettingsError(f"API server {number} has ended at its start, with code {code}")
+                raise SettingsError(f"API server {name} has ended at its start, with code {code}")
             pause_s = pauses.next_s(time.monotonic())
-            logger.error("API server %d has ended with code %d: it starts again in %g s", number, code, pause_s)
+            logger.error("API server %s has ended with code %d: it starts again in %g s", name, code, pause_s)
             await asyncio.sleep(pause_s)
 
-    async def _spawn(self, number: int, path: Path) -> asyncio.subprocess.Process:
+    async def _spawn(self, name: str, path: Path) -> asyncio.subprocess.Process:
         given = dataclasses.replace(self._settings, grpc_port=self.port, http_port=self.http_port, fleet_secret="")
-        settings = ApiServerSettings(given, str(path), number)
+        settings = ApiServerSettings(given, f"unix:{path}", int(name))
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "serving_core.process.child", str(os.getpid())),
             *(sys.executable, "-m", "coordinator.api", *to_argv(settings)),

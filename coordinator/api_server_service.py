@@ -1,5 +1,4 @@
-"""Serve the streams of the API servers in the control process. The end of a stream is the end of the API server's
-calls.
+"""Serve the streams of API servers. The end of a stream is the end of the API server's calls.
 
 Everything here runs on the event loop, beside the streams of nodes.
 """
@@ -7,70 +6,183 @@ Everything here runs on the event loop, beside the streams of nodes.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
 
 from coordinator.api.connections import Sheds
 from coordinator.api.control import LocalControl
+from coordinator.api.generation import Generation
 from coordinator.api.http.middleware import CountCall
 from coordinator.api.messages import (
     Situation,
     error_from_wire,
-    framed,
+    error_to_wire,
     info_from_wire,
     plan_from_wire,
-    read_frame,
     situation_to_wire,
 )
-from coordinator.api_server_link import ApiServerCall, ApiServerLink, ApiServerLost, api_server_figures
+from coordinator.api.statuses import failures_as_statuses
 from coordinator.control.nodes import Registry
-from coordinator.control.request_log import CallRecord, RequestLog
+from coordinator.control.request_log import CallRecord
 from coordinator.control.slo import SloClasses
 from coordinator.dispatcher import Dispatcher
-from coordinator.traces.carrier import Carrier
-from protos import api_servers_pb2, api_servers_pb2_grpc
+from coordinator.fleet_service import NumberedStream, read_hello
+from coordinator.traces.carrier import CARRIER
+from protos import api_servers_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
-from serving_core.figures import Figure
+from serving_core.figures import Figure, counter, gauge
 from serving_core.net.numbering import MessageLost
 from serving_core.reasons import ENGINE_ERROR, WORKER_LOST
 from serving_core.tasks import first_to_end
 
-if TYPE_CHECKING:  # needs the extra otel
-    from coordinator.traces.export import Trace, Traces
-
 logger = logging.getLogger(__name__)
 
-HELLO_DEADLINE_S: Final = 10.0
+SILENCE_S: Final = 20.0  # without a heartbeat, or with a batch that is not taken
 
 
-class ApiServerService(api_servers_pb2_grpc.ApiServersServicer):  # type: ignore[misc]
-    """Handle the events of API servers, and send them the state of the fleet and the progress of their calls."""
+class ApiServerLost(Exception):
+    """Raised when an API server is silent, or takes no batch, for SILENCE_S."""
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    generation: Generation
+    record: CallRecord
+    recorded: ExitStack
+
+
+class TokenOutput:
+    """One output of a Generation, as token ids without text."""
+
+    def __init__(self, generation: Generation, index: int, num_tokens: int) -> None:
+        """Create the output, of which `num_tokens` tokens were sent earlier."""
+        self.generation = generation
+        self._index = index
+        self._num_tokens = num_tokens
+
+    def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None) -> bool:
+        """Add the next tokens. Return False, since the API server finds stop strings. Raise RequestError for a slow
+        reader."""
+        chunk = inference_pb2.Chunk(
+            first_token_index=self._num_tokens,
+            token_ids=[token.token_id for token in tokens],
+            cached_tokens=num_cached_tokens,
+            finish_reason=tokens[-1].finish_reason,
+        )
+        for token in tokens:
+            if token.HasField("logprob"):
+                chunk.logprobs.add(token_id=token.token_id, logprob=token.logprob, top=token.top)
+        if tokens[0].prompt_logprobs:
+            chunk.prompt_logprobs.extend(tokens[0].prompt_logprobs)
+        self._num_tokens += len(tokens)
+        self.generation.push_chunk(self._index, chunk)
+        return False
+
+    def end(self, complete: inference_pb2.Complete) -> None:
+        self.generation.push_complete(self._index, complete)
+
+
+class ApiServerLink:
+    """Calls of one API server, and the batch of messages that it gets next."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.cpu_s = 0.0  # CPU time of the API server
+        self.calls: dict[str, _OpenCall] = {}
+        self._batch = api_servers_pb2.ApiServerBatch()
+        self._awake: dict[Generation, str] = {}  # generations with messages, and the ids of their calls
+        self._has_news = asyncio.Event()
+        self._is_over = False
+
+    def fleet(self, state: api_servers_pb2.FleetState) -> None:
+        """Add the state of the fleet, which has changed."""
+        self._batch.fleet.CopyFrom(state)
+        self._has_news.set()
+
+    def begun(self, call_id: str) -> None:
+        """Add that the call has been admitted."""
+        self._batch.begun.append(call_id)
+        self._has_news.set()
+
+    def failed(self, call_id: str, error: RequestError) -> None:
+        """Add the end of a call by an error."""
+        self._batch.failed.add(id=call_id, error=error_to_wire(error))
+        self._has_news.set()
+
+    def wake(self, call_id: str) -> Callable[[Generation], None]:
+        """Return the function that adds what the generation of a call has."""
+
+        def add(generation: Generation) -> None:
+            self._awake[generation] = call_id
+            self._has_news.set()
+
+        return add
+
+    def end(self) -> None:
+        """End the batches after the messages that have been added."""
+        self._is_over = True
+        self._has_news.set()
+
+    async def next(self) -> api_servers_pb2.ApiServerBatch | None:
+        """Return the next batch, with all that has been added since the batch before; None at the end."""
+        await self._has_news.wait()
+        awake, self._awake = self._awake, {}
+        for generation, call_id in awake.items():
+            self._batch.responses.extend(generation.take_all())
+            if generation.embedding:
+                self._batch.embeddings[call_id] = generation.embedding
+            if generation.error is not None:
+                self.failed(call_id, generation.error)
+        batch, self._batch = self._batch, api_servers_pb2.ApiServerBatch()
+        if not self._is_over:
+            self._has_news.clear()
+        elif not batch.ByteSize():
+            return None
+        return batch
+
+
+class ApiServerService:
+    """Serve ApiServers.Attach and Metrics."""
 
     def __init__(
         self,
         registry: Registry,
         dispatcher: Dispatcher,
-        request_log: RequestLog,
+        control: LocalControl,
         slo_classes: SloClasses,
         *,
         count_call: CountCall,
         sheds: Sheds,
         metrics: Callable[[], bytes],
-        traces: "Traces | None",
     ) -> None:
         self._registry = registry
         self._dispatcher = dispatcher
-        self._request_log = request_log
+        self._control = control
         self._slo_classes = slo_classes
         self._count_call = count_call
         self._sheds = sheds
         self._metrics = metrics
-        self._traces = traces
-        self._control = LocalControl(registry, dispatcher, request_log, slo_classes)
-        self._links: dict[int, ApiServerLink] = {}
+        self._links: dict[str, ApiServerLink] = {}
         self._told = b""
-        self.opened: dict[int, asyncio.Event] = {}  # by number of the API server: set while it listens
-        self.lose: Callable[[int], None] = lambda number: None  # called with the number of a stuck API server
+        self.listens: Callable[[str], None] = lambda name: None  # called with the name of an API server that listens
+        self.lose: Callable[[str], None] = lambda name: None  # called with the name of a stuck API server
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return the handler to register with a server."""
+        service = api_servers_pb2.DESCRIPTOR.services_by_name["ApiServers"].full_name
+        attach: Any = grpc.stream_stream_rpc_method_handler(
+            self._attach, response_serializer=api_servers_pb2.ApiServerBatch.SerializeToString
+        )
+        metrics: Any = grpc.unary_unary_rpc_method_handler(
+            self._get_metrics,
+            request_deserializer=api_servers_pb2.MetricsRequest.FromString,
+            response_serializer=api_servers_pb2.MetricsResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(service, {"Attach": attach, "Metrics": metrics})
 
     @property
     def is_serving(self) -> bool:
@@ -78,6 +190,8 @@ class ApiServerService(api_servers_pb2_grpc.ApiServersServicer):  # type: ignore
 
     def tell(self) -> None:
         """Send the state of the fleet to all API servers, if it has changed."""
+        if not self._links:
+            return
         state = self._state()
         if (told := state.SerializeToString(deterministic=True)) != self._told:
             self._told = told
@@ -90,138 +204,146 @@ class ApiServerService(api_servers_pb2_grpc.ApiServersServicer):  # type: ignore
             link.end()
 
     def figures(self) -> Iterator[Figure]:
-        """Yield the metrics of the API servers: one Figure a metric, labelled by the number of the API server."""
+        """Yield the metrics of the API servers."""
         return api_server_figures(self._links.values())
 
-    async def Metrics(self, _request: Any, _context: Any) -> api_servers_pb2.MetricsResponse:
+    async def _get_metrics(self, _request: Any, _context: Any) -> api_servers_pb2.MetricsResponse:
         return api_servers_pb2.MetricsResponse(text=self._metrics())
 
-    async def attach(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one API server until its stream ends."""
-        async with asyncio.timeout(HELLO_DEADLINE_S):
-            hello = await read_frame(reader)
-        event = api_servers_pb2.ApiServerEvent.FromString(hello or b"")
-        number = event.hello.number
-        link = self._links[number] = ApiServerLink(number)
-        link.numbering.check(event)
-        link.fleet(self._state())
-        try:
-            await first_to_end(self._read(link, reader), self._write(link, writer))
-        except ApiServerLost as error:
-            logger.error("API server %d is given up: %s", number, error)
-            self.lose(number)
-        except (ConnectionError, MessageLost) as error:
-            logger.warning("the stream of API server %d has broken: %s", number, error)
-        except Exception:
-            logger.exception("the stream of API server %d has failed", number)
-            self.lose(number)
-        finally:
-            writer.close()
-            if self._links.get(number) is link:  # the API server may be back already
-                del self._links[number]
-            self._lost(link)
+    async def _attach(self, _: Any, context: Any) -> None:
+        stream = NumberedStream(context, api_servers_pb2.ApiServerEvent)
+        async with failures_as_statuses(context):
+            hello = await read_hello(stream)
+            link = ApiServerLink(hello.name)
+            if (before := self._links.get(link.name)) is not None:
+                before.end()
+                self._lost(before)
+            self._links[link.name] = link
+            link.fleet(self._state())
+            logger.info("API server %s attached", link.name)
+            try:
+                await first_to_end(self._read(link, stream), self._write(link, stream))
+            except ApiServerLost as error:
+                logger.error("API server %s is given up: %s", link.name, error)
+                self.lose(link.name)
+            except MessageLost as error:
+                raise RequestError(WORKER_LOST, str(error)) from error
+            finally:
+                if self._links.get(link.name) is link:
+                    del self._links[link.name]
+                self._lost(link)
 
-    async def _write(self, link: ApiServerLink, writer: asyncio.StreamWriter) -> None:
+    async def _write(self, link: ApiServerLink, stream: NumberedStream) -> None:
         while (batch := await link.next()) is not None:
-            link.numbering.stamp(batch)
-            writer.write(framed(batch.SerializeToString()))
-            if writer.transport.get_write_buffer_size():
-                await link.within(writer.drain())
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    await stream.write(batch)
+            except TimeoutError as error:
+                raise ApiServerLost(f"it has taken nothing for {SILENCE_S:g} s") from error
 
-    async def _read(self, link: ApiServerLink, reader: asyncio.StreamReader) -> None:
-        while (message := await read_frame(reader)) is not None:
-            event = api_servers_pb2.ApiServerEvent.FromString(message)
-            link.numbering.check(event)
+    async def _read(self, link: ApiServerLink, stream: NumberedStream) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    event = await stream.read()
+            except TimeoutError as error:
+                raise ApiServerLost(f"it has been silent for {SILENCE_S:g} s") from error
+            if event is None:
+                return
             kind = event.WhichOneof("event")
-            if kind == "taken":
-                link.taken(event.taken.cpu_s)
-                for shed in event.taken.sheds:
-                    self._sheds.count(shed.port, shed.reason, shed.number)
-            elif kind == "opened":
-                self.opened[link.number].set()
-            else:
-                self._handle(link, kind, getattr(event, kind))
+            self._handle(link, kind, getattr(event, kind))
 
     def _handle(self, link: ApiServerLink, kind: str, body: Any) -> None:
         match kind:
-            case "begin":
+            case "heartbeat":
+                self._heartbeat(link, body)
+            case "call":
                 self._begin(link, body)
             case "over":
-                self._over(link, body.number, body.failure)
+                self._over(link, body.id, body.failure)
             case "stopped":
-                self._stopped(link, body)
+                if (call := link.calls.get(body.id)) is not None:
+                    self._dispatcher.stopped(call.generation, body.index)
             case "failed":
-                if (call := link.calls.get(body.number)) is not None:
-                    self._dispatcher.give_up(call, error_from_wire(body.error))
+                if (call := link.calls.get(body.id)) is not None:
+                    self._dispatcher.give_up(call.generation, error_from_wire(body.error))
             case "refused":
-                self._refused(*info_from_wire(body.info), error_from_wire(body.error))
+                self._refused(body)
             case "http_call":
                 self._count_call(body.handler, body.method, body.status, body.seconds)
             case _:
-                raise AssertionError(f"{kind} is not what an API server says")
+                logger.warning("API server %s has sent %s, which is for another version", link.name, kind)
 
-    def _begin(self, link: ApiServerLink, asked: api_servers_pb2.NewCall) -> None:
-        """Start a call, or report the error with which it is refused; the API server answers the client either way."""
-        plan, so_fars = plan_from_wire(asked)
-        record, carrier = info_from_wire(asked.info)
-        call = ApiServerCall(link, asked.number, len(plan.samplings), record)
-        call.trace = self._begin_trace(record, carrier)  # the trace of a refused call is not sent
+    def _heartbeat(self, link: ApiServerLink, heartbeat: api_servers_pb2.ApiServerHeartbeat) -> None:
+        link.cpu_s = heartbeat.cpu_s
+        for shed in heartbeat.sheds:
+            self._sheds.count(shed.port, shed.reason, shed.number)
+        if heartbeat.listens:
+            self.listens(link.name)
+
+    def _begin(self, link: ApiServerLink, wire: api_servers_pb2.ForwardedCall) -> None:
+        """Start a call, or send the error with which it is refused; the API server answers the client either way."""
+        plan, so_fars = plan_from_wire(wire)
+        now = time.monotonic()
+        record, carrier = info_from_wire(wire.info, now)
+        num_outputs, num_ended = len(plan.samplings), sum(so_far.has_ended for so_far in so_fars)
+        generation = Generation(
+            plan.request_id, num_outputs, num_ended=num_ended, wire_id=wire.id, wake=link.wake(wire.id)
+        )
+        outputs = [TokenOutput(generation, index, len(each.token_ids)) for index, each in enumerate(so_fars)]
+        deadline_s = now + wire.left_s
         try:
-            slo = self._slo_classes.slo_of(asked.limits, len(plan.prompt), self._registry.nodes)
+            slo = self._slo_classes.slo_of(wire.request, len(plan.prompt), self._registry.nodes)
             self._dispatcher.begin(
                 plan,
                 so_fars,
-                call,
-                call.answers,
+                generation,
+                outputs,
                 slo,
                 arrived_s=record.arrived_s,
-                deadline_s=asked.deadline_s,
+                deadline_s=deadline_s,
                 record=record,
             )
         except RequestError as error:
-            link.admitted(asked.number, error)
+            link.failed(wire.id, error)
             return
         except Exception:
             logger.exception("a call could not begin", extra={"request_id": plan.request_id})
-            link.admitted(asked.number, RequestError(ENGINE_ERROR, "internal error"))
+            link.failed(wire.id, RequestError(ENGINE_ERROR, "internal error"))
             return
-        record.begun_s, record.num_prompt_tokens = asked.begun_s, len(plan.prompt)
-        record.sampling, record.num_answers = plan.samplings[0], len(plan.samplings)
-        link.calls[asked.number] = call
-        link.admitted(asked.number, None)
+        record.begun_s, record.num_prompt_tokens = now - wire.begun_age_s, len(plan.prompt)
+        record.sampling, record.num_answers = plan.samplings[0], num_outputs
+        CARRIER.set(carrier)
+        recorded = ExitStack()  # closed at the end of the call
+        recorded.enter_context(self._control.recorded(record))
+        link.calls[wire.id] = _OpenCall(generation, record, recorded)
+        link.begun(wire.id)
 
     def _lost(self, link: ApiServerLink) -> None:
         """Fail the calls of an API server that is gone. Their clients did not end them."""
-        for number, call in list(link.calls.items()):
-            self._dispatcher.give_up(call, RequestError(WORKER_LOST, "the API server of the call was lost"))
-            self._over(link, number, WORKER_LOST)  # nodes release its requests
+        for call_id, call in list(link.calls.items()):
+            self._dispatcher.give_up(call.generation, RequestError(WORKER_LOST, "the API server of the call was lost"))
+            self._over(link, call_id, WORKER_LOST)  # nodes release its requests
 
-    def _over(self, link: ApiServerLink, number: int, failure: str) -> None:
-        if (call := link.calls.pop(number, None)) is None:
+    def _over(self, link: ApiServerLink, call_id: str, failure: str) -> None:
+        if (call := link.calls.pop(call_id, None)) is None:
             return
-        self._dispatcher.close(call)
+        self._dispatcher.close(call.generation)
         call.record.failure = failure
-        self._end_trace(call.trace)
+        call.recorded.close()
 
-    def _stopped(self, link: ApiServerLink, event: api_servers_pb2.Stopped) -> None:
-        if (call := link.calls.get(event.number)) is not None:
-            call.answers[event.index].stopped(event.stop, event.num_tokens)
-            self._dispatcher.stopped(call, event.index)
-
-    def _refused(self, record: CallRecord, carrier: Carrier, error: RequestError) -> None:
+    def _refused(self, wire: api_servers_pb2.RefusedCall) -> None:
         """Log a call that the API server has refused. A call without an operation could not be parsed and has no
         trace."""
-        trace = self._begin_trace(record, carrier) if record.operation else None
-        self._request_log.refused(record, error)
+        record, carrier = info_from_wire(wire.info, time.monotonic())
+        error = error_from_wire(wire.error)
         record.failure = error.reason
-        self._end_trace(trace)
-
-    def _begin_trace(self, record: CallRecord, carrier: Carrier) -> "Trace | None":
-        return self._traces.begin(record, carrier) if self._traces is not None else None
-
-    def _end_trace(self, trace: "Trace | None") -> None:
-        if self._traces is not None and trace is not None:
-            self._traces.end(trace, time.monotonic())
+        CARRIER.set(carrier)
+        if record.operation:
+            with self._control.recorded(record):
+                self._control.refused(record, error)
+        else:
+            self._control.refused(record, error)
 
     def _state(self) -> api_servers_pb2.FleetState:
         control = self._control
@@ -229,3 +351,12 @@ class ApiServerService(api_servers_pb2_grpc.ApiServersServicer):  # type: ignore
         return situation_to_wire(
             Situation(control.capacity(), control.is_serving, control.why_not_ready(), ready, control.num_live)
         )
+
+
+def api_server_figures(links: Iterable[ApiServerLink]) -> Iterator[Figure]:
+    """Yield the metrics of each API server."""
+    api_servers = sorted(links, key=lambda link: link.name)
+    calls = [({"api_server": each.name}, float(len(each.calls))) for each in api_servers]
+    cpu_s = [({"api_server": each.name}, each.cpu_s) for each in api_servers]
+    yield gauge("api_server_calls", "Calls that are live at an API server.", calls)
+    yield counter("api_server_cpu_seconds", "CPU time that an API server has used.", cpu_s)

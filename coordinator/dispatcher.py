@@ -78,31 +78,18 @@ class NodeLink:
         return command
 
 
-class Call(Protocol):
-    """Receive the tokens and the end of one call: a Generation, or its stand-in for an API server process."""
-
-    embedding: bytes
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def answer_ids(self) -> Sequence[str]: ...
-    def fail(self, error: RequestError) -> None: ...
-
-
 class Recipient(Protocol):
-    """Receive the tokens and the end of one sequence of a call: an Answer, or its stand-in for an API server
-    process."""
+    """Receive the tokens and the end of one sequence of a call: an Answer, or a TokenOutput for an API server."""
 
-    @property
-    def generation(self) -> Call: ...
+    generation: Generation
+
     def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None) -> bool: ...
     def end(self, complete: inference_pb2.Complete) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class _OpenCall:
-    call: Call
+    call: Generation
     asker: str
     number: int  # counts the client's calls for this request
     has_answer: bool = False  # one of its sequences has ended well
@@ -328,7 +315,7 @@ class Dispatcher:
         self,
         plan: AnswerPlan,
         so_fars: Sequence[SoFar],
-        call: Call,
+        call: Generation,
         answers: Sequence[Recipient],
         slo: Slo | None,
         *,
@@ -382,13 +369,13 @@ class Dispatcher:
         known.call.fail(RequestError(ABORTED, f"request {plan.request_id} goes on in a later call"))
         self.close(known.call)
 
-    def stopped(self, call: Call, index: int) -> None:
+    def stopped(self, call: Generation, index: int) -> None:
         """End a sequence of an open call in which the API server has found a stop string."""
         if self._is_open(call):
             stop = inference_pb2.FINISH_REASON_STOP
             self._apply(self._scheduler.finish(call.answer_ids[index], stop, time.monotonic()))
 
-    def give_up(self, call: Call, error: RequestError) -> None:
+    def give_up(self, call: Generation, error: RequestError) -> None:
         """End an open call with an error of its API server."""
         if self._is_open(call):
             self._apply(self._fail(call, error))
@@ -402,7 +389,7 @@ class Dispatcher:
             self._apply(self._scheduler.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
         return True
 
-    def close(self, call: Call) -> None:
+    def close(self, call: Generation) -> None:
         """End a call, whatever the reason, and drop the sequences that still run.
 
         A call that a later one has replaced is ignored.
@@ -417,7 +404,7 @@ class Dispatcher:
             self._apply(self._scheduler.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
         self._request_log.over(call.request_id)
 
-    def _is_open(self, call: Call) -> bool:
+    def _is_open(self, call: Generation) -> bool:
         known = self._calls.get(call.request_id)
         return known is not None and known.call is call
 
@@ -498,7 +485,7 @@ class Dispatcher:
         self._request_log.ended(end)
         return instructions
 
-    def _goes_on(self, call: Call, error: RequestError) -> bool:
+    def _goes_on(self, call: Generation, error: RequestError) -> bool:
         """Return whether the other sequences of a call go on after one has failed.
 
         They do where the request itself was at fault behind some tokens, as with a grammar that has no continuation.
@@ -507,7 +494,7 @@ class Dispatcher:
             return False
         return self._calls[call.request_id].has_answer or any(each in self._answers for each in call.answer_ids)
 
-    def _fail(self, generation: Call, error: RequestError) -> list[Instruction]:
+    def _fail(self, generation: Generation, error: RequestError) -> list[Instruction]:
         """End a call, and so all its sequences, with an error."""
         generation.fail(error)
         now = time.monotonic()
@@ -516,6 +503,6 @@ class Dispatcher:
             instructions += self._scheduler.fail(answer_id, error, now)
         return instructions
 
-    def _forget(self, generation: Call) -> list[str]:
+    def _forget(self, generation: Generation) -> list[str]:
         """Drop the receivers of a call, and return the ids of its sequences that had not ended."""
         return [answer_id for answer_id in generation.answer_ids if self._answers.pop(answer_id, None) is not None]

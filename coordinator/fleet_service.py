@@ -35,9 +35,9 @@ class FleetService:
         return grpc.method_handlers_generic_handler(service, {"Attach": attach})
 
     async def _attach(self, _: Any, context: Any) -> None:
-        stream = _Stream(context)
+        stream = NumberedStream(context, fleet_pb2.NodeEvent)
         async with failures_as_statuses(context):
-            hello = await _read_hello(stream)
+            hello = await read_hello(stream)
             try:
                 link = self._dispatcher.attach(hello)
             except RequestError as error:
@@ -56,7 +56,7 @@ class FleetService:
             finally:
                 self._dispatcher.detach(link)
 
-    async def _read_events(self, link: NodeLink, stream: "_Stream") -> None:
+    async def _read_events(self, link: NodeLink, stream: "NumberedStream") -> None:
         while (event := await stream.read()) is not None:
             if event.HasField("hello"):
                 raise RequestError(MALFORMED_REQUEST, "hello came twice")
@@ -64,7 +64,7 @@ class FleetService:
                 failpoints.reach("on", event)
             self._dispatcher.receive(link, event)
 
-    async def _write_commands(self, link: NodeLink, stream: "_Stream") -> None:
+    async def _write_commands(self, link: NodeLink, stream: "NumberedStream") -> None:
         while True:
             command = await link.next()
             failpoints.reach("before", command)
@@ -72,34 +72,36 @@ class FleetService:
             failpoints.reach("after", command)
 
 
-class _Stream:
-    """Number the messages of a node's stream in both directions, and check them."""
+class NumberedStream:
+    """Number the messages of a stream in both directions, and check them."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, event_type: Any) -> None:
         self._context = context
+        self._event_type = event_type
         self._numbering = Numbering()
 
-    async def read(self) -> fleet_pb2.NodeEvent | None:
+    async def read(self) -> Any:
         """Return the next event; None at the end of the stream. Raise MessageLost, and RequestError for an invalid
         message."""
         message = await self._context.read()
         if message is grpc.aio.EOF:
             return None
         try:
-            event = fleet_pb2.NodeEvent.FromString(message)
+            event = self._event_type.FromString(message)
         except DecodeError as error:
-            raise RequestError(MALFORMED_REQUEST, "an event is not a NodeEvent message") from error
+            raise RequestError(MALFORMED_REQUEST, f"an event is not a {self._event_type.__name__} message") from error
         if event.WhichOneof("event") is None:
             raise RequestError(MALFORMED_REQUEST, "an event is empty or of an unknown kind")
         self._numbering.check(event)
         return event
 
-    async def write(self, command: fleet_pb2.NodeCommand) -> None:
-        self._numbering.stamp(command)
-        await self._context.write(command)
+    async def write(self, message: Any) -> None:
+        self._numbering.stamp(message)
+        await self._context.write(message)
 
 
-async def _read_hello(stream: _Stream) -> fleet_pb2.Hello:
+async def read_hello(stream: NumberedStream) -> Any:
+    """Return the hello of a stream. Raise RequestError."""
     try:
         async with asyncio.timeout(HELLO_DEADLINE_S):
             event = await stream.read()

@@ -6,6 +6,7 @@ SIGHUP makes the process reread its file of API keys; without such a file SIGHUP
 import asyncio
 import signal
 
+from coordinator.lease import Lease
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
 from serving_core.flags import settings_command
@@ -21,16 +22,23 @@ def run(settings: CoordinatorSettings) -> None:
 
 async def _serve(settings: CoordinatorSettings) -> None:
     async with kept_spares():
-        await _serve_until_stopped(CoordinatorServer(settings), settings)
+        with Lease(settings) as lease:
+            await _serve_until_stopped(CoordinatorServer(settings), lease, settings)
 
 
-async def _serve_until_stopped(server: CoordinatorServer, settings: CoordinatorSettings) -> None:
+async def _serve_until_stopped(server: CoordinatorServer, lease: Lease, settings: CoordinatorSettings) -> None:
     stopping, forced = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in ending_signals():  # handled before the start, since clients may be served at once
         loop.add_signal_handler(number, lambda: forced.set() if stopping.is_set() else stopping.set())
     if settings.api_keys_file:
         loop.add_signal_handler(signal.SIGHUP, server.reread_api_keys)
+    if settings.standby:
+        await first_to_end(stopping.wait(), lease.taken(server.ports))
+        if stopping.is_set():
+            return
+    else:
+        lease.take()  # whoever has it instead has the ports too, which the start reports
     await server.start()
     try:
         await first_to_end(stopping.wait(), server.open())

@@ -5,7 +5,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -39,10 +38,9 @@ from coordinator.dispatcher import Dispatcher
 from coordinator.fleet_service import FleetService
 from coordinator.served_model import read_served_model
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings, check_settings
-from protos import inference_pb2
-from serving_core.figures import Figure
+from protos import inference_pb2, inference_pb2_grpc
 from serving_core.model_files.fingerprint import model_facts
-from serving_core.net.channels import fleet_options
+from serving_core.net.channels import SERVER_OPTIONS, fleet_options
 from serving_core.net.ports import Port, check_ports
 
 if TYPE_CHECKING:  # needs the extra otel
@@ -109,30 +107,48 @@ class CoordinatorServer:
             limits={each.name: each.limits for each in slo_classes},
         )
         self._traces = _traces(settings)
-        self._slo_classes = SloClasses(slo_classes)
         files, verifies = settings.tls.files, settings.tls_verify_clients
         self._tls = ServerTls(files, verifies_clients=verifies) if files.cert else None
         self._caps = caps(settings)
         self._health = HealthService()
         self._sheds = Sheds()
+        self._http_counts = HttpCounts()
+        self._control = LocalControl(
+            self._registry, self._dispatcher, self._request_log, SloClasses(slo_classes), self._traces
+        )
+        self._status, self._admin = self._status_service(), AdminService(self._dispatcher, self._overview)
+        self._api_servers = ApiServerService(
+            self._registry,
+            self._dispatcher,
+            self._control,
+            SloClasses(slo_classes),
+            count_call=self._http_counts.ended,
+            sheds=self._sheds,
+            metrics=lambda: self._exposition.render(),
+        )
+        self._exposition = self._made_exposition()
         self._fleet = self._fleet_port()
         self._public: PublicApi | ApiServers = (
-            self._api_server() if settings.api_server_count == 1 else self._api_servers()
+            self._api_server() if settings.api_server_count == 1 else self._api_server_processes()
         )
         self._supervision: asyncio.Task[None] | None = None
         self.port = self.fleet_port = 0  # set by `start`
         self.http_port = -1  # set by `start`; -1 without HTTP
 
+    @property
+    def ports(self) -> list[Port]:
+        """Ports that `start` binds."""
+        settings = self._settings
+        return [
+            Port("--grpc-port", settings.host, settings.grpc_port),
+            Port("--fleet-port", settings.fleet_host, settings.fleet_port),
+            Port("--http-port", settings.http_host, settings.http_port),
+        ]
+
     async def start(self) -> None:
         """Bind all ports and serve nodes. `stop` releases the ports."""
         settings = self._settings
-        check_ports(
-            [
-                Port("--grpc-port", settings.host, settings.grpc_port),
-                Port("--fleet-port", settings.fleet_host, settings.fleet_port),
-                Port("--http-port", settings.http_host, settings.http_port),
-            ]
-        )
+        check_ports(self.ports)
         fleet_tls = self._tls if settings.tls.tls_ca else None
         self._public.listen()
         self.fleet_port = self._fleet.listen(settings.fleet_host, settings.fleet_port, fleet_tls, verifies=True)
@@ -166,6 +182,7 @@ class CoordinatorServer:
         logger.info("draining: new calls are refused, and live ones have %g s to end", self._settings.drain_s)
         self._dispatcher.drain()
         await self._public.report()
+        self._api_servers.tell()
         try:
             async with asyncio.timeout(self._settings.drain_s):
                 await self._dispatcher.idle()
@@ -178,6 +195,7 @@ class CoordinatorServer:
             self._supervision.cancel()
         self._dispatcher.drain()
         self._dispatcher.stop()
+        self._api_servers.end()
         await asyncio.gather(self._public.stop(), self._fleet.stop(STOP_GRACE_S))
         if self._traces is not None:
             await self._traces.stop()
@@ -185,47 +203,45 @@ class CoordinatorServer:
 
     def _api_server(self) -> PublicApi:
         """Create the API server that runs in this process."""
-        counts = HttpCounts()
-        exposition = self._exposition(counts)
 
         async def metrics() -> bytes:
-            return exposition.render()
+            return self._exposition.render()
 
         async def overview(after: int | None) -> inference_pb2.Overview:
             return self._overview.to_wire(time.monotonic(), after=after)
 
-        control = LocalControl(self._registry, self._dispatcher, self._request_log, self._slo_classes, self._traces)
-        behind = Behind(control, self._status(), self._admin(), metrics, overview, counts.ended, self._sheds)
+        behind = Behind(
+            self._control, self._status, self._admin, metrics, overview, self._http_counts.ended, self._sheds
+        )
         return PublicApi(self._settings, self._model, behind, self._tls, self._health)
 
-    def _api_servers(self) -> ApiServers:
+    def _api_server_processes(self) -> ApiServers:
         """Create the API servers that run as processes of their own."""
-        counts = HttpCounts()
-        service = ApiServerService(
-            self._registry,
-            self._dispatcher,
-            self._request_log,
-            self._slo_classes,
-            count_call=counts.ended,
-            sheds=self._sheds,
-            metrics=lambda: exposition.render(),
-            traces=self._traces,
-        )
-        exposition = self._exposition(counts, service.figures)
-        return ApiServers(self._settings, service, self._status(), self._admin(), self._health)
+        server = grpc.aio.server(interceptors=[StatusInterceptor()], options=SERVER_OPTIONS)
+        self._serve_api_servers(server)
+        return ApiServers(self._settings, self._api_servers, server, self._health)
 
-    def _exposition(self, counts: HttpCounts, api_servers: Callable[[], Iterable[Figure]] = tuple) -> Exposition:
+    def _serve_api_servers(self, server: grpc.aio.Server) -> None:
+        """Register what API servers ask for."""
+        server.add_generic_rpc_handlers((self._api_servers.handler(),))
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._status, server)
+        inference_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
+
+    def _made_exposition(self) -> Exposition:
         return Exposition(
-            self._metrics, self._scheduler, self._registry, self._model.name, counts, api_servers, self._sheds
+            self._metrics,
+            self._scheduler,
+            self._registry,
+            self._model.name,
+            self._http_counts,
+            self._api_servers.figures,
+            self._sheds,
         )
 
-    def _status(self) -> StatusService:
+    def _status_service(self) -> StatusService:
         return StatusService(
             self._registry, self._scheduler, self._dispatcher, self._metrics, instance_id=self._settings.instance_id
         )
-
-    def _admin(self) -> AdminService:
-        return AdminService(self._dispatcher, self._overview)
 
     def _fleet_port(self) -> GrpcPort:
         secret = self._settings.fleet_secret
@@ -239,6 +255,7 @@ class CoordinatorServer:
             self._dispatcher, heartbeat_s=settings.heartbeat_s, node_timeout_s=settings.node_timeout_s
         )
         server.add_generic_rpc_handlers((service.handler(),))
+        self._serve_api_servers(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)  # here clients cannot crowd it out
         most = self._caps.fleet
         return GrpcPort(FLEET, server, keys, self._sheds, max_connections=most, max_per_peer=most)
@@ -259,6 +276,7 @@ class CoordinatorServer:
             if self._tls is not None:
                 self._tls.refresh()
             await self._public.report()
+            self._api_servers.tell()
 
 
 def _traces(settings: CoordinatorSettings) -> "Traces | None":

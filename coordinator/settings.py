@@ -47,6 +47,11 @@ class CoordinatorSettings:
         minimum=1,
         maximum=64,
     )
+    standby: bool = flag(
+        False,
+        "Wait while another coordinator of this machine serves at these ports, and take its place when it ends, "
+        "however it ends. Nodes and API servers that were started by themselves attach again, and streams go on.",
+    )
     stream_interval: int = flag(
         1,
         "Tokens in one message of a streamed output, after its first token; the last message may have fewer.",
@@ -210,6 +215,8 @@ def check_settings(settings: CoordinatorSettings) -> None:
         raise SettingsError(
             f"API servers ({settings.api_server_count}) must be 1 here: only Linux divides a port's connections fairly"
         )
+    if settings.standby and (sys.platform != "linux" or 0 in (settings.grpc_port, settings.fleet_port)):
+        raise SettingsError("standby needs Linux, and ports of its own choice: --grpc-port and --fleet-port above 0")
     origins(settings.allowed_origins)
     parse_slo_classes(settings.slo_class)
     _check_template_kwargs(settings.chat_template_kwargs)

@@ -26,63 +26,53 @@ from protos import fleet_pb2 as protos_dot_fleet__pb2
 from protos import inference_pb2 as protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/api_servers.proto\x12\rsplitserve.v1\x1a\x12protos/fleet.proto\x1a\x16protos/inference.proto\"\x10\n\x0eMetricsRequest\"\x1f\n\x0fMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\x0c\"\xb1\x03\n\x0e\x41piServerEvent\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1d.splitserve.v1.ApiServerHelloH\x00\x12\'\n\x06opened\x18\x02 \x01(\x0b\x32\x15.splitserve.v1.OpenedH\x00\x12*\n\x05taken\x18\x03 \x01(\x0b\x32\x19.splitserve.v1.BatchTakenH\x00\x12\'\n\x05\x62\x65gin\x18\x04 \x01(\x0b\x32\x16.splitserve.v1.NewCallH\x00\x12\'\n\x04over\x18\x05 \x01(\x0b\x32\x17.splitserve.v1.CallOverH\x00\x12)\n\x07stopped\x18\x06 \x01(\x0b\x32\x16.splitserve.v1.StoppedH\x00\x12+\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x19.splitserve.v1.CallFailedH\x00\x12)\n\x07refused\x18\x08 \x01(\x0b\x32\x16.splitserve.v1.RefusedH\x00\x12,\n\thttp_call\x18\t \x01(\x0b\x32\x17.splitserve.v1.HttpCallH\x00\x12\x0e\n\x06number\x18\n \x01(\x04\x42\x07\n\x05\x65vent\" \n\x0e\x41piServerHello\x12\x0e\n\x06number\x18\x01 \x01(\r\"\x08\n\x06Opened\"?\n\nBatchTaken\x12\r\n\x05\x63pu_s\x18\x01 \x01(\x01\x12\"\n\x05sheds\x18\x02 \x03(\x0b\x32\x13.splitserve.v1.Shed\"4\n\x04Shed\x12\x0c\n\x04port\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\"\xa0\x03\n\x07NewCall\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.splitserve.v1.CallInfo\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\'\n\x07pooling\x18\x06 \x01(\x0b\x32\x16.splitserve.v1.Pooling\x12\x36\n\x0fsampling_params\x18\x07 \x01(\x0b\x32\x1d.splitserve.v1.SamplingParams\x12\x0f\n\x07grammar\x18\x08 \x01(\t\x12\r\n\x05seeds\x18\t \x03(\x12\x12*\n\x06so_far\x18\n \x03(\x0b\x32\x1a.splitserve.v1.AnswerBegun\x12.\n\x06limits\x18\x0b \x01(\x0b\x32\x1e.splitserve.v1.GenerateRequest\x12\x12\n\ndeadline_s\x18\x0c \x01(\x01\x12\x0f\n\x07\x62\x65gun_s\x18\r \x01(\x01\x12\x12\n\nnum_behind\x18\x0e \x01(\r\x12\x13\n\x0b\x63\x61ll_number\x18\x0f \x01(\r\"\x8b\x01\n\x08\x43\x61llInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61sker\x18\x02 \x01(\t\x12\x11\n\toperation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x11\n\tarrived_s\x18\x05 \x01(\x01\x12\x13\n\x0btraceparent\x18\x06 \x03(\t\x12\x12\n\ntracestate\x18\x07 \x03(\t\"~\n\x0b\x41nswerBegun\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x32\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1b.splitserve.v1.FinishReason\x12\x15\n\rsince_first_s\x18\x03 \x01(\x01\x12\x11\n\thas_ended\x18\x04 \x01(\x08\"+\n\x08\x43\x61llOver\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\"J\n\x07Stopped\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04stop\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"J\n\nCallFailed\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12,\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1d.splitserve.v1.ApiServerError\"^\n\x07Refused\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.CallInfo\x12,\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1d.splitserve.v1.ApiServerError\"L\n\x08HttpCall\x12\x0f\n\x07handler\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0e\n\x06status\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xa1\x01\n\x0e\x41piServerError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12=\n\x08metadata\x18\x03 \x03(\x0b\x32+.splitserve.v1.ApiServerError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xf5\x01\n\x0c\x43ontrolBatch\x12(\n\x05\x66leet\x18\x01 \x01(\x0b\x32\x19.splitserve.v1.FleetState\x12)\n\x08\x61\x64mitted\x18\x02 \x03(\x0b\x32\x17.splitserve.v1.Admitted\x12%\n\x04runs\x18\x06 \x03(\x0b\x32\x17.splitserve.v1.TokenRun\x12)\n\x05\x65nded\x18\x04 \x03(\x0b\x32\x1a.splitserve.v1.AnswerEnded\x12(\n\x06\x66\x61iled\x18\x05 \x03(\x0b\x32\x18.splitserve.v1.CallEnded\x12\x0e\n\x06number\x18\x07 \x01(\x04J\x04\x08\x03\x10\x04\"\xda\x02\n\nFleetState\x12\x12\n\nis_serving\x18\x01 \x01(\x08\x12\x15\n\rwhy_not_ready\x18\x02 \x01(\t\x12\x1a\n\rmax_model_len\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12 \n\x13prefill_pool_tokens\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x1f\n\x12\x64\x65\x63ode_pool_tokens\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x16\n\x0eknows_adapters\x18\x06 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x07 \x03(\t\x12\x13\n\x0bready_nodes\x18\x08 \x03(\t\x12\x10\n\x08num_live\x18\t \x01(\r\x12\x1c\n\x0fown_pool_tokens\x18\n \x01(\x04H\x03\x88\x01\x01\x42\x10\n\x0e_max_model_lenB\x16\n\x14_prefill_pool_tokensB\x15\n\x13_decode_pool_tokensB\x12\n\x10_own_pool_tokens\"H\n\x08\x41\x64mitted\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12,\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1d.splitserve.v1.ApiServerError\"l\n\x08TokenRun\x12\x0f\n\x07numbers\x18\x01 \x03(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x06others\x18\x04 \x03(\x0b\x32\x1b.splitserve.v1.AnswerTokens\"\x90\x01\n\x0c\x41nswerTokens\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x1e\n\x11num_cached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12+\n\x06tokens\x18\x04 \x03(\x0b\x32\x1b.splitserve.v1.SampledTokenB\x14\n\x12_num_cached_tokens\"j\n\x0b\x41nswerEnded\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12)\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x17.splitserve.v1.Complete\x12\x11\n\tembedding\x18\x04 \x01(\x0c\"I\n\tCallEnded\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12,\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1d.splitserve.v1.ApiServerError2V\n\nApiServers\x12H\n\x07Metrics\x12\x1d.splitserve.v1.MetricsRequest\x1a\x1e.splitserve.v1.MetricsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/api_servers.proto\x12\rsplitserve.v1\x1a\x12protos/fleet.proto\x1a\x16protos/inference.proto\"\x10\n\x0eMetricsRequest\"\x1f\n\x0fMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\x0c\"\xa3\x03\n\x0e\x41piServerEvent\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12.\n\x05hello\x18\x02 \x01(\x0b\x32\x1d.splitserve.v1.ApiServerHelloH\x00\x12\x36\n\theartbeat\x18\x03 \x01(\x0b\x32!.splitserve.v1.ApiServerHeartbeatH\x00\x12,\n\x04\x63\x61ll\x18\x04 \x01(\x0b\x32\x1c.splitserve.v1.ForwardedCallH\x00\x12\'\n\x04over\x18\x05 \x01(\x0b\x32\x17.splitserve.v1.CallOverH\x00\x12/\n\x07stopped\x18\x06 \x01(\x0b\x32\x1c.splitserve.v1.OutputStoppedH\x00\x12-\n\x07refused\x18\x07 \x01(\x0b\x32\x1a.splitserve.v1.RefusedCallH\x00\x12,\n\thttp_call\x18\x08 \x01(\x0b\x32\x17.splitserve.v1.HttpCallH\x00\x12+\n\x06\x66\x61iled\x18\t \x01(\x0b\x32\x19.splitserve.v1.FailedCallH\x00\x42\x07\n\x05\x65vent\"\x1e\n\x0e\x41piServerHello\x12\x0c\n\x04name\x18\x01 \x01(\t\"X\n\x12\x41piServerHeartbeat\x12\r\n\x05\x63pu_s\x18\x01 \x01(\x01\x12\x0f\n\x07listens\x18\x02 \x01(\x08\x12\"\n\x05sheds\x18\x03 \x03(\x0b\x32\x13.splitserve.v1.Shed\"4\n\x04Shed\x12\x0c\n\x04port\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\"\xe6\x01\n\rForwardedCall\x12\n\n\x02id\x18\x08 \x01(\t\x12/\n\x07request\x18\x01 \x01(\x0b\x32\x1e.splitserve.v1.GenerateRequest\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.splitserve.v1.CallInfo\x12\x0f\n\x07grammar\x18\x03 \x01(\t\x12\'\n\x07pooling\x18\x04 \x01(\x0b\x32\x16.splitserve.v1.Pooling\x12\x12\n\nnum_behind\x18\x05 \x01(\r\x12\x0e\n\x06left_s\x18\x06 \x01(\x01\x12\x13\n\x0b\x62\x65gun_age_s\x18\x07 \x01(\x01\"\x87\x01\n\x08\x43\x61llInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61sker\x18\x02 \x01(\t\x12\x11\n\toperation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\x12\x13\n\x0btraceparent\x18\x06 \x03(\t\x12\x12\n\ntracestate\x18\x07 \x03(\t\"\'\n\x08\x43\x61llOver\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\"*\n\rOutputStopped\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\"]\n\x0bRefusedCall\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.CallInfo\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.CallError\"L\n\x08HttpCall\x12\x0f\n\x07handler\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0e\n\x06status\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\x97\x01\n\tCallError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x38\n\x08metadata\x18\x03 \x03(\x0b\x32&.splitserve.v1.CallError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xae\x02\n\x0e\x41piServerBatch\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12(\n\x05\x66leet\x18\x02 \x01(\x0b\x32\x19.splitserve.v1.FleetState\x12\r\n\x05\x62\x65gun\x18\x03 \x03(\t\x12\x41\n\nembeddings\x18\x04 \x03(\x0b\x32-.splitserve.v1.ApiServerBatch.EmbeddingsEntry\x12\x32\n\tresponses\x18\x05 \x03(\x0b\x32\x1f.splitserve.v1.GenerateResponse\x12)\n\x06\x66\x61iled\x18\x06 \x03(\x0b\x32\x19.splitserve.v1.FailedCall\x1a\x31\n\x0f\x45mbeddingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"A\n\nFailedCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.CallError\"\xda\x02\n\nFleetState\x12\x12\n\nis_serving\x18\x01 \x01(\x08\x12\x15\n\rwhy_not_ready\x18\x02 \x01(\t\x12\x1a\n\rmax_model_len\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12 \n\x13prefill_pool_tokens\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x1f\n\x12\x64\x65\x63ode_pool_tokens\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x16\n\x0eknows_adapters\x18\x06 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x07 \x03(\t\x12\x13\n\x0bready_nodes\x18\x08 \x03(\t\x12\x10\n\x08num_live\x18\t \x01(\r\x12\x1c\n\x0fown_pool_tokens\x18\n \x01(\x04H\x03\x88\x01\x01\x42\x10\n\x0e_max_model_lenB\x16\n\x14_prefill_pool_tokensB\x15\n\x13_decode_pool_tokensB\x12\n\x10_own_pool_tokens2\xa2\x01\n\nApiServers\x12J\n\x06\x41ttach\x12\x1d.splitserve.v1.ApiServerEvent\x1a\x1d.splitserve.v1.ApiServerBatch(\x01\x30\x01\x12H\n\x07Metrics\x12\x1d.splitserve.v1.MetricsRequest\x1a\x1e.splitserve.v1.MetricsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.api_servers_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_APISERVERERROR_METADATAENTRY']._loaded_options = None
-  _globals['_APISERVERERROR_METADATAENTRY']._serialized_options = b'8\001'
+  _globals['_CALLERROR_METADATAENTRY']._loaded_options = None
+  _globals['_CALLERROR_METADATAENTRY']._serialized_options = b'8\001'
+  _globals['_APISERVERBATCH_EMBEDDINGSENTRY']._loaded_options = None
+  _globals['_APISERVERBATCH_EMBEDDINGSENTRY']._serialized_options = b'8\001'
   _globals['_METRICSREQUEST']._serialized_start=87
   _globals['_METRICSREQUEST']._serialized_end=103
   _globals['_METRICSRESPONSE']._serialized_start=105
   _globals['_METRICSRESPONSE']._serialized_end=136
   _globals['_APISERVEREVENT']._serialized_start=139
-  _globals['_APISERVEREVENT']._serialized_end=572
-  _globals['_APISERVERHELLO']._serialized_start=574
-  _globals['_APISERVERHELLO']._serialized_end=606
-  _globals['_OPENED']._serialized_start=608
-  _globals['_OPENED']._serialized_end=616
-  _globals['_BATCHTAKEN']._serialized_start=618
-  _globals['_BATCHTAKEN']._serialized_end=681
-  _globals['_SHED']._serialized_start=683
-  _globals['_SHED']._serialized_end=735
-  _globals['_NEWCALL']._serialized_start=738
-  _globals['_NEWCALL']._serialized_end=1154
-  _globals['_CALLINFO']._serialized_start=1157
-  _globals['_CALLINFO']._serialized_end=1296
-  _globals['_ANSWERBEGUN']._serialized_start=1298
-  _globals['_ANSWERBEGUN']._serialized_end=1424
-  _globals['_CALLOVER']._serialized_start=1426
-  _globals['_CALLOVER']._serialized_end=1469
-  _globals['_STOPPED']._serialized_start=1471
-  _globals['_STOPPED']._serialized_end=1545
-  _globals['_CALLFAILED']._serialized_start=1547
-  _globals['_CALLFAILED']._serialized_end=1621
-  _globals['_REFUSED']._serialized_start=1623
-  _globals['_REFUSED']._serialized_end=1717
-  _globals['_HTTPCALL']._serialized_start=1719
-  _globals['_HTTPCALL']._serialized_end=1795
-  _globals['_APISERVERERROR']._serialized_start=1798
-  _globals['_APISERVERERROR']._serialized_end=1959
-  _globals['_APISERVERERROR_METADATAENTRY']._serialized_start=1912
-  _globals['_APISERVERERROR_METADATAENTRY']._serialized_end=1959
-  _globals['_CONTROLBATCH']._serialized_start=1962
-  _globals['_CONTROLBATCH']._serialized_end=2207
-  _globals['_FLEETSTATE']._serialized_start=2210
-  _globals['_FLEETSTATE']._serialized_end=2556
-  _globals['_ADMITTED']._serialized_start=2558
-  _globals['_ADMITTED']._serialized_end=2630
-  _globals['_TOKENRUN']._serialized_start=2632
-  _globals['_TOKENRUN']._serialized_end=2740
-  _globals['_ANSWERTOKENS']._serialized_start=2743
-  _globals['_ANSWERTOKENS']._serialized_end=2887
-  _globals['_ANSWERENDED']._serialized_start=2889
-  _globals['_ANSWERENDED']._serialized_end=2995
-  _globals['_CALLENDED']._serialized_start=2997
-  _globals['_CALLENDED']._serialized_end=3070
-  _globals['_APISERVERS']._serialized_start=3072
-  _globals['_APISERVERS']._serialized_end=3158
+  _globals['_APISERVEREVENT']._serialized_end=558
+  _globals['_APISERVERHELLO']._serialized_start=560
+  _globals['_APISERVERHELLO']._serialized_end=590
+  _globals['_APISERVERHEARTBEAT']._serialized_start=592
+  _globals['_APISERVERHEARTBEAT']._serialized_end=680
+  _globals['_SHED']._serialized_start=682
+  _globals['_SHED']._serialized_end=734
+  _globals['_FORWARDEDCALL']._serialized_start=737
+  _globals['_FORWARDEDCALL']._serialized_end=967
+  _globals['_CALLINFO']._serialized_start=970
+  _globals['_CALLINFO']._serialized_end=1105
+  _globals['_CALLOVER']._serialized_start=1107
+  _globals['_CALLOVER']._serialized_end=1146
+  _globals['_OUTPUTSTOPPED']._serialized_start=1148
+  _globals['_OUTPUTSTOPPED']._serialized_end=1190
+  _globals['_REFUSEDCALL']._serialized_start=1192
+  _globals['_REFUSEDCALL']._serialized_end=1285
+  _globals['_HTTPCALL']._serialized_start=1287
+  _globals['_HTTPCALL']._serialized_end=1363
+  _globals['_CALLERROR']._serialized_start=1366
+  _globals['_CALLERROR']._serialized_end=1517
+  _globals['_CALLERROR_METADATAENTRY']._serialized_start=1470
+  _globals['_CALLERROR_METADATAENTRY']._serialized_end=1517
+  _globals['_APISERVERBATCH']._serialized_start=1520
+  _globals['_APISERVERBATCH']._serialized_end=1822
+  _globals['_APISERVERBATCH_EMBEDDINGSENTRY']._serialized_start=1773
+  _globals['_APISERVERBATCH_EMBEDDINGSENTRY']._serialized_end=1822
+  _globals['_FAILEDCALL']._serialized_start=1824
+  _globals['_FAILEDCALL']._serialized_end=1889
+  _globals['_FLEETSTATE']._serialized_start=1892
+  _globals['_FLEETSTATE']._serialized_end=2238
+  _globals['_APISERVERS']._serialized_start=2241
+  _globals['_APISERVERS']._serialized_end=2403
 # @@protoc_insertion_point(module_scope)

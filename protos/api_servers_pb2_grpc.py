@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ApiServersStub:
-    """Missing associated documentation comment in .proto file."""
+    """At the fleet port, under the fleet secret, beside Inference (but Generate and Embed) and Admin.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -34,6 +35,11 @@ class ApiServersStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Attach = channel.stream_stream(
+                '/splitserve.v1.ApiServers/Attach',
+                request_serializer=protos_dot_api__servers__pb2.ApiServerEvent.SerializeToString,
+                response_deserializer=protos_dot_api__servers__pb2.ApiServerBatch.FromString,
+                _registered_method=True)
         self.Metrics = channel.unary_unary(
                 '/splitserve.v1.ApiServers/Metrics',
                 request_serializer=protos_dot_api__servers__pb2.MetricsRequest.SerializeToString,
@@ -42,7 +48,15 @@ class ApiServersStub:
 
 
 class ApiServersServicer:
-    """Missing associated documentation comment in .proto file."""
+    """At the fleet port, under the fleet secret, beside Inference (but Generate and Embed) and Admin.
+    """
+
+    def Attach(self, request_iterator, context):
+        """Holds the calls of one API server. They end with the stream; an API server that attaches again sends those that go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Metrics(self, request, context):
         """Returns the text of /metrics, for all API servers together.
@@ -54,6 +68,11 @@ class ApiServersServicer:
 
 def add_ApiServersServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Attach': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=protos_dot_api__servers__pb2.ApiServerEvent.FromString,
+                    response_serializer=protos_dot_api__servers__pb2.ApiServerBatch.SerializeToString,
+            ),
             'Metrics': grpc.unary_unary_rpc_method_handler(
                     servicer.Metrics,
                     request_deserializer=protos_dot_api__servers__pb2.MetricsRequest.FromString,
@@ -68,7 +87,35 @@ def add_ApiServersServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ApiServers:
-    """Missing associated documentation comment in .proto file."""
+    """At the fleet port, under the fleet secret, beside Inference (but Generate and Embed) and Admin.
+    """
+
+    @staticmethod
+    def Attach(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/splitserve.v1.ApiServers/Attach',
+            protos_dot_api__servers__pb2.ApiServerEvent.SerializeToString,
+            protos_dot_api__servers__pb2.ApiServerBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Metrics(request,

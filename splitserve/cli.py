@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "drain": ("splitserve.commands.role:drain", "Drain a node while the cluster serves."),
     "certs": ("splitserve.commands.certs:certs", "Make a private CA and a certificate for each role."),
     "coordinator": ("splitserve.commands.roles:coordinator", "Run the coordinator alone."),
+    "api-server": ("splitserve.commands.roles:api_server", "Run one API server by itself."),
     "prefill": ("splitserve.commands.roles:prefill", "Run one prefill node."),
     "decode": ("splitserve.commands.roles:decode", "Run one decode node."),
     "mixed": ("splitserve.commands.roles:mixed", "Run one node that prefills and decodes."),

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 
 from coordinator.api.exposition import Exposition
 from coordinator.api.http.middleware import HttpCounts
-from coordinator.api_server_link import ApiServerLink, api_server_figures
+from coordinator.api_server_service import ApiServerLink, api_server_figures
 from decode_node.speculation import SpeculationCounts
 from engine.engine import StepClock
 from protos import inference_pb2
@@ -37,7 +37,7 @@ def coordinator_metrics() -> list[Metric]:
     for name in ("p0", "p1", "d0", "d1"):
         beat = events.heartbeat(num_blocks_free=100, step_tokens=steps, tier=inference_pb2.TierLoad()).heartbeat
         world.registry.heartbeat(world.registry.find(name), beat, 0.0)
-    api_servers = [ApiServerLink(1), ApiServerLink(2)]
+    api_servers = [ApiServerLink("1"), ApiServerLink("2")]
     told = Exposition(
         world.metrics, world.scheduler, world.registry, "m", http, lambda: api_server_figures(api_servers)
     )

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import click
 
+from coordinator.api_server_settings import ApiServerSettings
 from coordinator.settings import CoordinatorSettings
 from serving_core.flags import BYTES, ENV_PREFIX, FILE
 from serving_core.units import size_of
@@ -23,6 +24,7 @@ SETTINGS_PAGE: Final = DOCS / "configuration.md"
 COMMANDS_PAGE: Final = DOCS / "commands.md"
 MODULE: Final = "tests.settings_table"
 COORDINATOR: Final = "coordinator"
+API_SERVER: Final = "api-server"
 NODES: Final = "prefill, decode, mixed"
 UP: Final = "up"
 UNITS: Final = {"_s": "seconds", "_ms": "milliseconds", "_tokens": "tokens", BYTES: "bytes, or 512MiB"}
@@ -34,7 +36,7 @@ SHARED: Final = {  # two commands that have these flags, and those whose flags a
 
 def settings_tables() -> str:
     """The part of configuration.md between the marks: a table for each settings class, outer ones first."""
-    roots = {ClusterSettings: UP, CoordinatorSettings: COORDINATOR, NodeSettings: NODES}
+    roots = {ClusterSettings: UP, CoordinatorSettings: COORDINATOR, ApiServerSettings: API_SERVER, NodeSettings: NODES}
     takers: dict[type[Any], list[str]] = {}
     for root, command in roots.items():
         for settings_class in _classes(root):

@@ -1,66 +1,82 @@
-"""Run one API server of a coordinator that has several: `python -m coordinator.api`.
+"""Run one API server: `python -m coordinator.api`.
 
-The control process starts and ends this process.
+API servers that a coordinator starts end with it. One that is started by itself outlives coordinators: it waits for one
+at the fleet address, and resumes the calls there that an earlier coordinator has begun.
 """
 
 import asyncio
+import os
 import signal
+import socket
 
 import grpc
 
 from coordinator.api.health import HealthService
-from coordinator.api.messages import ASKED
-from coordinator.api.public import Behind, PublicApi
+from coordinator.api.public import STOP_GRACE_S, Behind, PublicApi
 from coordinator.api.remote import ForwardedAdmin, ForwardedStatus, RemoteControl, asked
 from coordinator.api.tls import ServerTls
 from coordinator.api_server_settings import ApiServerSettings
 from coordinator.served_model import read_served_model
+from coordinator.settings import check_settings
 from protos import api_servers_pb2, api_servers_pb2_grpc, inference_pb2, inference_pb2_grpc
 from serving_core.flags import settings_command
-from serving_core.net.channels import LOCAL_OPTIONS
+from serving_core.net.channels import API_SERVER_OPTIONS, channel_credentials
 from serving_core.net.descriptors import kept_spares
-from serving_core.process.run import run_process
+from serving_core.process.run import ending_signals, run_process
 from serving_core.tasks import first_to_end
 
 TLS_LOOK_S = 0.25
 
 
 def run(settings: ApiServerSettings) -> None:
-    """Serve until control ends the stream.
+    """Serve until the coordinator that started this API server ends the stream, or until a signal.
 
     Exits with code 2 and a one-sentence message when the API server cannot listen.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # control gets them and ends this server
-        signal.signal(number, signal.SIG_IGN)
-    name = f"coordinator.{settings.api_server_number}"
-    run_process("coordinator", name, settings.coordinator.log, lambda: _serve(settings))
+    if settings.api_server_number:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the coordinator gets them and ends this server
+            signal.signal(number, signal.SIG_IGN)
+    name = f"coordinator.{settings.api_server_number}" if settings.api_server_number else "api server"
+    run_process("coordinator", name, settings.served.log, lambda: _serve(settings))
 
 
 async def _serve(settings: ApiServerSettings) -> None:
-    async with (
-        kept_spares(),
-        grpc.aio.insecure_channel(f"unix:{settings.control_socket}{ASKED}", options=LOCAL_OPTIONS) as channel,
-    ):
+    async with kept_spares(), _channel(settings) as channel:
         await ApiServer(settings, channel).run()
 
 
+def _channel(settings: ApiServerSettings) -> grpc.aio.Channel:
+    """Return a channel to the coordinator. Raises TlsError."""
+    tls = settings.served.tls
+    if settings.api_server_number or not tls.tls_ca:
+        return grpc.aio.insecure_channel(settings.coordinator, options=API_SERVER_OPTIONS)
+    return grpc.aio.secure_channel(settings.coordinator, channel_credentials(tls.files), options=API_SERVER_OPTIONS)
+
+
 class ApiServer:
-    """Serve the public API and keep the stream to control, which ends this server."""
+    """Serve the public API and keep the stream to the coordinator."""
 
     def __init__(self, settings: ApiServerSettings, channel: grpc.aio.Channel) -> None:
-        self._settings = given = settings.coordinator
+        self._settings = given = settings.served
+        self._is_child = bool(settings.api_server_number)
+        if not self._is_child:
+            check_settings(given)
+        self._metadata = (("authorization", f"Bearer {given.fleet_secret}"),) if given.fleet_secret else ()
         self._stub = api_servers_pb2_grpc.ApiServersStub(channel)
         self._admin = inference_pb2_grpc.AdminStub(channel)
         self._control = RemoteControl(
-            settings.control_socket, number=settings.api_server_number, stream_interval=given.stream_interval
+            self._stub,
+            str(settings.api_server_number) if self._is_child else f"{socket.gethostname()}-{os.getpid()}",
+            metadata=self._metadata,
+            stream_interval=given.stream_interval,
         )
         self._tls = (
             ServerTls(given.tls.files, verifies_clients=given.tls_verify_clients) if given.tls.files.cert else None
         )
         behind = Behind(
             control=self._control,
-            status=ForwardedStatus(inference_pb2_grpc.InferenceStub(channel)),
-            admin=ForwardedAdmin(self._admin),
+            status=ForwardedStatus(inference_pb2_grpc.InferenceStub(channel), self._metadata),
+            admin=ForwardedAdmin(self._admin, self._metadata),
             metrics=self._metrics,
             overview=self._overview,
             count_call=self._control.count_call,
@@ -71,14 +87,30 @@ class ApiServer:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._public.reread_api_keys)
 
     async def run(self) -> None:
-        """Serve until control has ended the stream and the ports are closed."""
+        """Serve until the coordinator has ended the stream of its own API server, or a signal has come."""
+        attached = self._control.run() if self._is_child else self._control.run_again()
+        serving = asyncio.create_task(first_to_end(attached, self._open()))
+        stopping = asyncio.create_task(self._stopping())
         try:
-            await first_to_end(self._control.run(), self._open())
+            await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await self._public.stop()
+            await self._public.stop(STOP_GRACE_S if self._is_child else self._settings.drain_s)
+            for task in (serving, stopping):
+                task.cancel()
+            await asyncio.gather(serving, stopping, return_exceptions=True)
+        if not serving.cancelled():
+            serving.result()
+
+    async def _stopping(self) -> None:
+        """Return at a signal that ends this API server. One that the coordinator has started ignores signals."""
+        stopping = asyncio.Event()
+        if not self._is_child:
+            for number in ending_signals():
+                asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        await stopping.wait()
 
     async def _open(self) -> None:
-        await self._control.changed.wait()  # the fleet's state is known
+        await self._control.changed.wait()  # a coordinator has answered, or none is there
         await self._public.report()
         if self._settings.api_keys_file:
             self._public.reread_api_keys()  # the keys may have changed before this server could be told
@@ -101,12 +133,12 @@ class ApiServer:
         self._control.changed.clear()
 
     async def _metrics(self) -> bytes:
-        response = await asked(self._stub.Metrics, api_servers_pb2.MetricsRequest())
+        response = await asked(self._stub.Metrics, api_servers_pb2.MetricsRequest(), self._metadata)
         return bytes(response.text)
 
     async def _overview(self, after: int | None) -> inference_pb2.Overview:
         request = inference_pb2.GetOverviewRequest(after=after)
-        overview: inference_pb2.Overview = await asked(self._admin.GetOverview, request)
+        overview: inference_pb2.Overview = await asked(self._admin.GetOverview, request, self._metadata)
         return overview
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from protos import inference_pb2
@@ -23,13 +24,18 @@ class Generation:
         num_ended: int = 0,
         max_unsent_tokens: int = MAX_UNSENT_TOKENS,
         stream_interval: int = 1,
+        wire_id: str = "",
+        wake: Callable[["Generation"], None] | None = None,
     ) -> None:
         """Create the queue. `num_ended` outputs have ended already and send nothing.
 
         The first tokens of an output are sent at once, later tokens when there are `stream_interval` of them or the
-        output ends.
+        output ends. Messages have `wire_id` as their request id, if given. `wake` is called when there is something to
+        take, for a reader that does not wait in `next`.
         """
         self.request_id = request_id
+        self._wire_id = wire_id or request_id
+        self._wake = wake
         self.answer_ids = [f"{request_id}/{index}" for index in range(num_answers)]
         self._max_unsent_tokens = max_unsent_tokens * num_answers
         self._num_unsent_tokens = 0
@@ -38,7 +44,7 @@ class Generation:
         self._stream_interval = stream_interval
         self._begun = set[int]()  # outputs of which a chunk has been queued
         self._held: dict[int, inference_pb2.Chunk] = {}  # chunks with too few tokens to send, by output
-        self._error: RequestError | None = None
+        self.error: RequestError | None = None  # of `fail`
         self._news = asyncio.Event()
         self.embedding = b""  # float32, little-endian, for an embedding request
 
@@ -61,17 +67,17 @@ class Generation:
         """Queue the end of one output."""
         self._num_open -= 1
         self._release(index)
-        self._push(inference_pb2.GenerateResponse(request_id=self.request_id, index=index, complete=complete))
+        self._push(inference_pb2.GenerateResponse(request_id=self._wire_id, index=index, complete=complete))
 
     def fail(self, error: RequestError) -> None:
         """End the whole call with an error, after the queued messages; a slow reader loses the queued messages too."""
-        if self._error is None:
-            self._error = error
+        if self.error is None:
+            self.error = error
             for index in list(self._held):
                 self._release(index)
             if error.reason == SLOW_READER:
                 self._unsent.clear()
-            self._news.set()
+            self._notify()
 
     @property
     def num_unsent(self) -> int:
@@ -82,8 +88,8 @@ class Generation:
         """Return the next message for the client, or None when every output has ended. Raises the RequestError of
         `fail`."""
         while not self._unsent:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self._num_open == 0:
                 return None
             self._news.clear()
@@ -91,6 +97,12 @@ class Generation:
         response = self._unsent.popleft()
         self._num_unsent_tokens -= len(response.chunk.token_ids)
         return response
+
+    def take_all(self) -> Iterable[inference_pb2.GenerateResponse]:
+        """Return the messages that the reader has yet to take."""
+        unsent, self._unsent = self._unsent, deque()
+        self._num_unsent_tokens = sum(len(chunk.token_ids) for chunk in self._held.values())
+        return unsent
 
     def _release(self, index: int) -> None:
         """Queue the chunk that was too small to send."""
@@ -103,11 +115,16 @@ class Generation:
         if last is not None and is_joined and len(last.chunk.token_ids) < MAX_CHUNK_TOKENS:
             _append(last.chunk, chunk)
         else:
-            self._push(inference_pb2.GenerateResponse(request_id=self.request_id, index=index, chunk=chunk))
+            self._push(inference_pb2.GenerateResponse(request_id=self._wire_id, index=index, chunk=chunk))
 
     def _push(self, response: inference_pb2.GenerateResponse) -> None:
         self._unsent.append(response)
+        self._notify()
+
+    def _notify(self) -> None:
         self._news.set()
+        if self._wake is not None:
+            self._wake(self)
 
 
 def _append(chunk: inference_pb2.Chunk, more: inference_pb2.Chunk) -> None:

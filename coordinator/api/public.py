@@ -113,13 +113,13 @@ class PublicApi:
             await self._http.start()
         self._warming = asyncio.create_task(self._warm_up())
 
-    async def stop(self) -> None:
-        """Close both ports, and end all calls after STOP_GRACE_S."""
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Close both ports, and end all calls after `grace_s`."""
         if self._warming is not None:
             self._warming.cancel()
-        stopping = [self._public.stop(STOP_GRACE_S)]
+        stopping = [self._public.stop(grace_s)]
         if self._http is not None:
-            stopping.append(self._http.stop(STOP_GRACE_S))
+            stopping.append(self._http.stop(grace_s))
         await asyncio.gather(*stopping)
 
     async def report(self) -> None:

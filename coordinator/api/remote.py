@@ -1,8 +1,8 @@
-"""Connect an API server process to control over a local socket.
+"""Connect an API server process to the coordinator: one stream has all of its calls.
 
-The API server checks and tokenizes a request, announces it (NewCall), and control replies whether it has begun
-(Admitted). Tokens of all outputs come in batches. Control sends the next batch when the API server has acknowledged the
-previous one; an API server that falls behind gets several tokens of an output at once.
+The API server validates and tokenizes a request and forwards it; the coordinator answers that the call has begun, and
+then with its token ids, those of all calls in one batch. Where the coordinator goes, the API server keeps its calls,
+waits for it or for its standby, and resumes each call by the tokens that have come.
 """
 
 import asyncio
@@ -24,80 +24,163 @@ from coordinator.api.messages import (
     call_to_wire,
     error_from_wire,
     error_to_wire,
-    framed,
     info_to_wire,
-    read_frame,
     situation_from_wire,
+    so_far_to_wire,
 )
 from coordinator.api.validation import AnswerPlan
 from coordinator.control.nodes import Capacity
 from coordinator.control.request import SoFar
 from coordinator.control.request_log import CallRecord
 from coordinator.text.answers import Answer, AnswerText
-from coordinator.traces.carrier import CARRIER
-from protos import api_servers_pb2, fleet_pb2, inference_pb2, inference_pb2_grpc
+from coordinator.traces.carrier import CARRIER, Carrier
+from protos import api_servers_pb2, api_servers_pb2_grpc, inference_pb2, inference_pb2_grpc
+from serving_core import reasons
 from serving_core.errors import RequestError
-from serving_core.net.numbering import Numbering
-from serving_core.reasons import DEADLINE_EXCEEDED, DRAINING
+from serving_core.net.backoff import Reminder
+from serving_core.net.numbering import MessageLost, Numbering
+from serving_core.reasons import DEADLINE_EXCEEDED, DRAINING, ENGINE_ERROR
 from serving_core.tasks import first_to_end
 
 logger = logging.getLogger(__name__)
 
 ADMIT_DEADLINE_S: Final = 30.0
+RESUME_DEADLINE_S: Final = 30.0  # for a coordinator to come back and take the calls again
+AGAIN_S: Final = 0.25  # between two tries to attach, or to have a call resumed
+BEAT_S: Final = 1.0
 MAX_UNSENT_EVENTS: Final = 100_000
+
+# Reasons that may pass when a call resumes: the nodes, or enough of them, are not attached yet.
+_PASSING: Final = (reasons.NO_PREFILL_WORKER, reasons.NO_DECODE_WORKER, reasons.PROMPT_TOO_LONG, reasons.QUEUE_FULL)
+
+_STREAM_ENDED: Final = (grpc.aio.AioRpcError, asyncio.InvalidStateError)  # the latter for a write behind the end
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(slots=True)
+class _Output:
+    """One output of a call, and what has come of it."""
+
+    answer: Answer
+    so_far: SoFar  # as the call began
+    token_ids: list[int]
+    finish_reason: inference_pb2.FinishReason
+    first_s: float  # time of the first token; 0 before it
+    has_ended: bool
+
+    def take(self, chunk: inference_pb2.Chunk) -> None:
+        """Take the next tokens. Raise RequestError for a slow reader, and where they do not follow the ones before."""
+        if chunk.first_token_index != len(self.token_ids):
+            message = f"token {chunk.first_token_index} came in place of token {len(self.token_ids)}"
+            raise RequestError(ENGINE_ERROR, message)
+        self.token_ids.extend(chunk.token_ids)
+        self.finish_reason = chunk.finish_reason
+        self.first_s = self.first_s or time.monotonic()
+        self.answer.add_chunk(chunk)
+
+    def end(self, complete: inference_pb2.Complete) -> None:
+        self.has_ended = True
+        complete.resumed_tokens = len(self.so_far.token_ids)
+        self.answer.end(complete)
+
+    def now_so_far(self, now: float) -> SoFar:
+        if self.has_ended:
+            return SoFar(has_ended=True)
+        since_first_s = now - self.first_s if self.first_s else 0.0
+        has_stopped = self.answer.matched_stop is not None
+        finish_reason = inference_pb2.FINISH_REASON_STOP if has_stopped else self.finish_reason
+        return SoFar(tuple(self.token_ids), 0, finish_reason, since_first_s)
 
 
 @dataclass(slots=True)
 class _Call:
-    """A call that control knows of, or will know of."""
+    """A call that the coordinator knows of, or will know of."""
 
+    wire: api_servers_pb2.ForwardedCall  # without what depends on the time
     generation: Generation
-    answers: list[Answer | None]  # None: the output has ended
+    outputs: list[_Output]
+    record: CallRecord
+    carrier: Carrier
+    begun_s: float
+    deadline_s: float
+    is_attached: bool = False  # whether the coordinator has begun it
+    resume_until_s: float = 0.0  # set when the coordinator has gone
     admitted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def to_wire(self, now: float) -> api_servers_pb2.ForwardedCall:
+        """Return the message that begins the call, or resumes it by what has come."""
+        wire = api_servers_pb2.ForwardedCall()
+        wire.CopyFrom(self.wire)
+        wire.info.CopyFrom(info_to_wire(self.record, self.carrier, now))
+        wire.left_s, wire.begun_age_s = self.deadline_s - now, now - self.begun_s
+        if self.admitted.done():
+            del wire.request.so_far[:]
+            wire.request.so_far.extend(so_far_to_wire(output.now_so_far(now)) for output in self.outputs)
+        return wire
+
+    def fail(self, error: RequestError) -> None:
+        """End the call with the error, whether it has begun or not."""
+        for output in self.outputs:
+            output.has_ended = True
+        if not self.admitted.done():
+            self.admitted.set_exception(error)
+        self.generation.fail(error)
 
 
 class RemoteControl:
-    """Implement Control (api/control.py) by one API server's stream to the control process."""
+    """Implement Control (api/control.py) by one API server's stream to the coordinator."""
 
-    def __init__(self, path: str, *, number: int, stream_interval: int) -> None:
-        """Create the connection. `path` is control's socket; `number` identifies this API server."""
-        self._path = path
-        self._number = number
+    def __init__(
+        self, stub: api_servers_pb2_grpc.ApiServersStub, name: str, *, metadata: Metadata = (), stream_interval: int = 1
+    ) -> None:
+        """Create a detached connection. `name` identifies this API server."""
+        self._stub = stub
+        self._name = name
+        self._metadata = metadata
         self._stream_interval = stream_interval
         self._situation = Situation()
         self.changed = asyncio.Event()  # set when the fleet has changed; the waiting task clears it
-        self._unsent: asyncio.Queue[api_servers_pb2.ApiServerEvent] = asyncio.Queue()
+        self._unsent: asyncio.Queue[api_servers_pb2.ApiServerEvent] | None = None  # None: detached
         self._is_overrun = asyncio.Event()
-        self._numbering = Numbering()
         self._numbers = itertools.count(1)
-        self._calls: dict[int, _Call] = {}
-        self._by_generation: dict[Generation, int] = {}
-        self.sheds = Sheds()  # counts that control has yet to get
+        self._calls: dict[str, _Call] = {}
+        self._ids: dict[Generation, str] = {}
+        self._listens = False
+        self.sheds = Sheds()  # counts that the coordinator has yet to get
 
     async def run(self) -> None:
-        """Exchange messages with control until it ends the stream.
-
-        Raises ConnectionError when the stream breaks, MessageLost when a message is missing.
-        """
-        reader, writer = await asyncio.open_unix_connection(self._path)
-        writer.write(
-            self._framed(api_servers_pb2.ApiServerEvent(hello=api_servers_pb2.ApiServerHello(number=self._number)))
-        )
+        """Attach, and exchange messages until the stream ends; then fail the calls. Raise MessageLost."""
         try:
-            await first_to_end(self._read(reader), self._write(writer), self._is_overrun.wait())
+            await self._attach()
+        except _STREAM_ENDED as error:
+            logger.info("the stream to the coordinator has ended: %s", _details(error))
         finally:
-            writer.close()
-            gone = RequestError(DRAINING, "the server has stopped")
             for call in self._calls.values():
-                _refuse(call, gone)
+                call.fail(RequestError(DRAINING, "the server has stopped"))
+
+    async def run_again(self) -> None:
+        """Stay attached, and attach again when the stream has ended, to whichever coordinator answers."""
+        reminder = Reminder()
+        while True:
+            try:
+                await self._attach()
+                why = "it has ended the stream"
+            except (*_STREAM_ENDED, MessageLost) as error:
+                why = _details(error)
+            if reminder.is_due(why, time.monotonic()):
+                logger.warning("not attached to a coordinator: %s", why)
+            self._give_up_late()
+            await asyncio.sleep(AGAIN_S)
 
     def opened(self) -> None:
-        """Tell control that the API server listens."""
-        self._send(opened=api_servers_pb2.Opened())
+        """Tell the coordinator that the API server listens."""
+        self._listens = True
+        self._beat()
 
     @property
     def num_calls(self) -> int:
-        """Number of this API server's calls that have begun or wait for control to admit them."""
+        """Number of this API server's calls that have begun or wait for the coordinator to admit them."""
         return len(self._calls)
 
     # ---- Control ----
@@ -125,14 +208,14 @@ class RemoteControl:
             yield
         finally:
             if record.number:
-                self._send(over=api_servers_pb2.CallOver(number=record.number, failure=record.failure))
+                self._send(over=api_servers_pb2.CallOver(id=str(record.number), failure=record.failure))
 
     def refused(self, record: CallRecord, error: RequestError) -> None:
-        info = info_to_wire(record, CARRIER.get())
-        self._send(refused=api_servers_pb2.Refused(info=info, error=error_to_wire(error)))
+        info = info_to_wire(record, CARRIER.get(), time.monotonic())
+        self._send(refused=api_servers_pb2.RefusedCall(info=info, error=error_to_wire(error)))
 
     def count_call(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """Report a finished HTTP call to control, for the metrics."""
+        """Report a finished HTTP call, for the metrics."""
         self._send(http_call=api_servers_pb2.HttpCall(handler=handler, method=method, status=status, seconds=seconds))
 
     async def begin(
@@ -144,200 +227,245 @@ class RemoteControl:
         deadline_s: float,
         record: CallRecord,
     ) -> Generation:
-        so_fars = [so_far for so_far, _ in beginnings]
+        record.number = next(self._numbers)
+        call_id = str(record.number)
+        call = self._new_call(call_id, plan, beginnings, asked, deadline_s, record)
+        self._calls[call_id] = call
+        self._ids[call.generation] = call_id
+        self._send(call=call.to_wire(call.begun_s))
+        try:
+            async with asyncio.timeout(ADMIT_DEADLINE_S):
+                await call.admitted
+        except BaseException as error:
+            self.close(call.generation)
+            if isinstance(error, RequestError):
+                record.number = 0  # the coordinator has no such call
+            if isinstance(error, TimeoutError):
+                message = f"the coordinator has not answered within {ADMIT_DEADLINE_S:g} s"
+                raise RequestError(DRAINING, message) from error
+            raise
+        return call.generation
+
+    def _new_call(
+        self,
+        call_id: str,
+        plan: AnswerPlan,
+        beginnings: Sequence[tuple[SoFar, AnswerText]],
+        asked: inference_pb2.GenerateRequest,
+        deadline_s: float,
+        record: CallRecord,
+    ) -> _Call:
+        now, so_fars = time.monotonic(), [so_far for so_far, _ in beginnings]
         num_ended = sum(so_far.has_ended for so_far in so_fars)
         generation = Generation(
             plan.request_id, len(plan.samplings), num_ended=num_ended, stream_interval=self._stream_interval
         )
-        number = record.number = next(self._numbers)
-        answers = [
-            None if so_far.has_ended else Answer(generation, index, text)
+        outputs = [
+            _Output(
+                Answer(generation, index, text),
+                so_far,
+                list(so_far.token_ids),
+                so_far.finish_reason,
+                now - so_far.since_first_s if so_far.token_ids else 0.0,
+                so_far.has_ended,
+            )
             for index, (so_far, text) in enumerate(beginnings)
         ]
-        call = self._calls[number] = _Call(generation, list(answers))
-        self._by_generation[generation] = number
-        info, now = info_to_wire(record, CARRIER.get()), time.monotonic()
-        self._send(begin=call_to_wire(info, plan, so_fars, asked, number=number, begun_s=now, deadline_s=deadline_s))
-        try:
-            async with asyncio.timeout(ADMIT_DEADLINE_S):
-                await call.admitted
-        except RequestError:
-            record.number = 0  # control has no such call
-            self.close(generation)
-            raise
-        except TimeoutError as error:
-            self.close(generation)
-            raise RequestError(DRAINING, f"control has not answered within {ADMIT_DEADLINE_S:g} s") from error
-        except asyncio.CancelledError:
-            self.close(generation)
-            raise
-        return generation
+        wire = call_to_wire(call_id, plan, asked, so_fars)
+        return _Call(wire, generation, outputs, record, CARRIER.get(), now, deadline_s)
 
     def close(self, generation: Generation) -> None:
-        """Send nothing more to the call. Control learns of its end when `recorded` exits."""
-        del self._calls[self._by_generation.pop(generation)]
+        """Send nothing more to the call. The coordinator learns of its end when `recorded` exits."""
+        del self._calls[self._ids.pop(generation)]
 
     # ---- the stream ----
 
+    async def _attach(self) -> None:
+        stream = self._stub.Attach(metadata=self._metadata)
+        unsent = self._unsent = asyncio.Queue()
+        self._is_overrun.clear()
+        now = time.monotonic()
+        self._send(hello=api_servers_pb2.ApiServerHello(name=self._name))
+        for call in self._calls.values():
+            self._send(call=call.to_wire(now))
+        try:
+            await first_to_end(self._read(stream), self._write(stream, unsent), self._beats(), self._is_overrun.wait())
+        finally:
+            stream.cancel()
+            self._detached()
+
+    def _detached(self) -> None:
+        self._unsent = None
+        self._situation = Situation(self._situation.capacity, why_not_ready="the coordinator cannot be reached")
+        self.changed.set()
+        until_s = time.monotonic() + RESUME_DEADLINE_S
+        for call in self._calls.values():
+            call.is_attached = False
+            call.resume_until_s = call.resume_until_s or until_s
+
+    def _give_up_late(self) -> None:
+        """Fail the calls for which no coordinator has come back in time."""
+        now = time.monotonic()
+        for call in list(self._calls.values()):
+            if call.admitted.done() and now > call.resume_until_s:
+                call.fail(RequestError(DRAINING, "no coordinator has come back"))
+
     def _send(self, **event: Any) -> None:
+        """Queue an event, named by its oneof field. While detached, it is dropped: `_attach` sends the calls."""
+        if self._unsent is None:
+            return
         if self._unsent.qsize() >= MAX_UNSENT_EVENTS:
-            logger.error("%d events unsent: control does not read them, and this API server ends", MAX_UNSENT_EVENTS)
+            logger.error("%d events unsent: the coordinator does not read them", MAX_UNSENT_EVENTS)
             self._is_overrun.set()
             return
         self._unsent.put_nowait(api_servers_pb2.ApiServerEvent(**event))
 
-    async def _write(self, writer: asyncio.StreamWriter) -> None:
+    async def _beats(self) -> None:
         while True:
-            writer.write(self._framed(await self._unsent.get()))
-            while not self._unsent.empty():
-                writer.write(self._framed(self._unsent.get_nowait()))
-            await writer.drain()
+            self._beat()
+            await asyncio.sleep(BEAT_S)
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while (message := await read_frame(reader)) is not None:
-            batch = api_servers_pb2.ControlBatch.FromString(message)
-            self._numbering.check(batch)
+    def _beat(self) -> None:
+        sheds = [api_servers_pb2.Shed(port=port, reason=why, number=n) for (port, why), n in self.sheds.taken().items()]
+        cpu_s = time.process_time()
+        heartbeat = api_servers_pb2.ApiServerHeartbeat(cpu_s=cpu_s, listens=self._listens, sheds=sheds)
+        self._send(heartbeat=heartbeat)
+
+    async def _write(self, stream: Any, unsent: asyncio.Queue[api_servers_pb2.ApiServerEvent]) -> None:
+        numbering = Numbering()
+        while True:
+            event = await unsent.get()
+            numbering.stamp(event)
+            await stream.write(event)
+
+    async def _read(self, stream: Any) -> None:
+        numbering = Numbering()
+        while (batch := await stream.read()) is not grpc.aio.EOF:
+            numbering.check(batch)
             self._take(batch)
-            await asyncio.sleep(0)  # lets the tasks that wait for this batch run first
-            self._send(taken=api_servers_pb2.BatchTaken(cpu_s=time.process_time(), sheds=_sheds_to_wire(self.sheds)))
 
-    def _framed(self, event: api_servers_pb2.ApiServerEvent) -> bytes:
-        self._numbering.stamp(event)
-        return framed(event.SerializeToString())
-
-    def _take(self, batch: api_servers_pb2.ControlBatch) -> None:
+    def _take(self, batch: api_servers_pb2.ApiServerBatch) -> None:
         if batch.HasField("fleet"):
             self._situation = situation_from_wire(batch.fleet)
             self.changed.set()
-        for admitted in batch.admitted:
-            self._admitted(admitted)
-        for run in batch.runs:
-            self._run_came(run)
-        for ended in batch.ended:
-            if (call := self._calls.get(ended.number)) is not None:
-                answer, call.answers[ended.index] = call.answers[ended.index], None
-                call.generation.embedding = ended.embedding
-                if answer is not None:
-                    answer.end(ended.complete)
+        for call_id in batch.begun:
+            if (call := self._calls.get(call_id)) is not None:
+                self._begun(call)
+        for call_id, embedding in batch.embeddings.items():
+            if (call := self._calls.get(call_id)) is not None:
+                call.generation.embedding = embedding
+        for response in batch.responses:
+            if (call := self._calls.get(response.request_id)) is not None and call.is_attached:
+                self._response(response.request_id, call, response)
         for failed in batch.failed:
-            if (call := self._calls.get(failed.number)) is not None:
-                _refuse(call, error_from_wire(failed.error))
+            if (call := self._calls.get(failed.id)) is not None:
+                self._failed(call, error_from_wire(failed.error))
 
-    def _admitted(self, admitted: api_servers_pb2.Admitted) -> None:
-        call = self._calls.get(admitted.number)
-        if call is None or call.admitted.done():
-            return
-        if admitted.HasField("error"):
-            call.admitted.set_exception(error_from_wire(admitted.error))
-        else:
+    def _begun(self, call: _Call) -> None:
+        call.is_attached, call.resume_until_s = True, 0.0
+        if not call.admitted.done():
             call.admitted.set_result(None)
 
-    def _run_came(self, run: api_servers_pb2.TokenRun) -> None:
-        plain: dict[tuple[int, int], list[fleet_pb2.SampledToken]] = {}
-        for number, index, token_id in zip(run.numbers, run.indexes, run.token_ids, strict=True):
-            plain.setdefault((number, index), []).append(fleet_pb2.SampledToken(token_id=token_id))
-        for (number, index), tokens in plain.items():
-            self._tokens_came(number, index, tokens)
-        for each in run.others:
-            num_cached_tokens = each.num_cached_tokens if each.HasField("num_cached_tokens") else None
-            self._tokens_came(each.number, each.index, each.tokens, num_cached_tokens)
-
-    def _tokens_came(
-        self,
-        number: int,
-        index: int,
-        tokens: Sequence[fleet_pb2.SampledToken],
-        num_cached_tokens: int | None = None,
-    ) -> None:
-        call = self._calls.get(number)
-        answer = call.answers[index] if call is not None else None
-        if call is None or answer is None or answer.matched_stop is not None:
+    def _response(self, call_id: str, call: _Call, response: inference_pb2.GenerateResponse) -> None:
+        output = call.outputs[response.index]
+        if output.has_ended:
+            return
+        if response.HasField("complete"):
+            output.end(response.complete)
+            return
+        if output.answer.matched_stop is not None:
             return
         try:
-            answer.add(tokens, num_cached_tokens)
-        except RequestError as slow_reader:
-            _refuse(call, slow_reader)
-            self._send(failed=api_servers_pb2.CallFailed(number=number, error=error_to_wire(slow_reader)))
+            output.take(response.chunk)
+        except RequestError as error:
+            call.fail(error)
+            self._send(failed=api_servers_pb2.FailedCall(id=call_id, error=error_to_wire(error)))
             return
-        if answer.matched_stop is not None:
-            stop, num_tokens = answer.matched_stop, answer.num_tokens
-            self._send(stopped=api_servers_pb2.Stopped(number=number, index=index, stop=stop, num_tokens=num_tokens))
+        if output.answer.matched_stop is not None:
+            self._send(stopped=api_servers_pb2.OutputStopped(id=call_id, index=response.index))
+
+    def _failed(self, call: _Call, error: RequestError) -> None:
+        """End a call, or have it resumed again where that may help."""
+        now = time.monotonic()
+        if error.reason in _PASSING and call.admitted.done() and now < call.resume_until_s:
+            asyncio.get_running_loop().call_later(AGAIN_S, self._resume, call)
+        else:
+            call.fail(error)
+
+    def _resume(self, call: _Call) -> None:
+        if not call.is_attached and call.wire.id in self._calls:
+            self._send(call=call.to_wire(time.monotonic()))
 
 
-def _sheds_to_wire(sheds: Sheds) -> list[api_servers_pb2.Shed]:
-    return [api_servers_pb2.Shed(port=port, reason=reason, number=n) for (port, reason), n in sheds.taken().items()]
+def _details(error: Exception) -> str:
+    return error.details() or error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error)
 
 
-def _refuse(call: _Call, error: RequestError) -> None:
-    """End the call with the error, whether it has begun or not."""
-    call.answers = [None] * len(call.answers)
-    if not call.admitted.done():
-        call.admitted.set_exception(error)
-    call.generation.fail(error)
-
-
-# ---- calls that control answers: forwarded unchanged, and the responses passed back ----
+# ---- calls that the coordinator answers: forwarded unchanged, and the responses passed back ----
 
 DEADLINE_S: Final = 30.0
 
 
 class ForwardedStatus:
-    """Forward the status methods to `StatusService` (api/admin_service.py) at control."""
+    """Forward the status methods to `StatusService` (api/admin_service.py) at the coordinator."""
 
-    def __init__(self, stub: inference_pb2_grpc.InferenceStub) -> None:
+    def __init__(self, stub: inference_pb2_grpc.InferenceStub, metadata: Metadata) -> None:
         self._stub = stub
+        self._metadata = metadata
 
     async def Abort(self, request: Any, context: Any) -> Any:
-        return await _ask(self._stub.Abort, request, context)
+        return await _ask(self._stub.Abort, request, context, self._metadata)
 
     async def GetServerInfo(self, request: Any, context: Any) -> Any:
-        return await _ask(self._stub.GetServerInfo, request, context)
+        return await _ask(self._stub.GetServerInfo, request, context, self._metadata)
 
     async def GetLoads(self, request: Any, context: Any) -> Any:
-        return await _ask(self._stub.GetLoads, request, context)
+        return await _ask(self._stub.GetLoads, request, context, self._metadata)
 
 
 class ForwardedAdmin(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
-    """Forward the Admin service to control (api/admin_service.py)."""
+    """Forward the Admin service to the coordinator (api/admin_service.py)."""
 
-    def __init__(self, stub: inference_pb2_grpc.AdminStub) -> None:
+    def __init__(self, stub: inference_pb2_grpc.AdminStub, metadata: Metadata) -> None:
         self._stub = stub
+        self._metadata = metadata
 
     async def SetRole(self, request: Any, context: Any) -> Any:
-        return await _ask(self._stub.SetRole, request, context)
+        return await _ask(self._stub.SetRole, request, context, self._metadata)
 
     async def GetOverview(self, request: Any, context: Any) -> Any:
-        return await _ask(self._stub.GetOverview, request, context)
+        return await _ask(self._stub.GetOverview, request, context, self._metadata)
 
     async def Drain(self, request: Any, context: Any) -> None:
         async with _passing_back(context):
-            async for progress in self._stub.Drain(request):
+            async for progress in self._stub.Drain(request, metadata=self._metadata):
                 await write(context, progress)
 
 
-async def asked(method: Any, request: Any) -> Any:
-    """Return control's response to a unary call.
+async def asked(method: Any, request: Any, metadata: Metadata) -> Any:
+    """Return the coordinator's response to a unary call.
 
     The deadline is asyncio's, since gRPC's depends on the wall clock. Raises RequestError or AioRpcError.
     """
     try:
         async with asyncio.timeout(DEADLINE_S):
-            return await method(request)
+            return await method(request, metadata=metadata)
     except TimeoutError as error:
-        raise RequestError(DEADLINE_EXCEEDED, f"control has not answered within {DEADLINE_S:g} s") from error
+        message = f"the coordinator has not answered within {DEADLINE_S:g} s"
+        raise RequestError(DEADLINE_EXCEEDED, message) from error
 
 
-async def _ask(method: Any, request: Any, context: Any) -> Any:
+async def _ask(method: Any, request: Any, context: Any, metadata: Metadata) -> Any:
     async with _passing_back(context):
-        return await asked(method, request)
+        return await asked(method, request, metadata)
 
 
 @asynccontextmanager
 async def _passing_back(context: Any) -> AsyncIterator[None]:
-    """End the call with the status and details that control returned."""
+    """End the call with the status and details that the coordinator returned."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():
-            raise RequestError(DRAINING, "control cannot be reached") from error
+            raise RequestError(DRAINING, "the coordinator cannot be reached") from error
         await context.abort(error.code(), error.details(), tuple(error.trailing_metadata() or ()))

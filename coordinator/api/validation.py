@@ -326,8 +326,12 @@ def _with_seeds(
     sampling: dict[str, Any], params: inference_pb2.SamplingParams, num_answers: int
 ) -> list[SamplingParams]:
     seed = params.seed if params.HasField("seed") else secrets.randbits(63)
-    seeds = [(seed + index + 2**63) % 2**64 - 2**63 for index in range(num_answers)]  # within an int64
-    return [SamplingParams(**sampling, seed=seed) for seed in seeds]
+    return [SamplingParams(**sampling, seed=each) for each in sequence_seeds(seed, num_answers)]
+
+
+def sequence_seeds(seed: int, num_sequences: int) -> list[int]:
+    """Return the seed of each sequence, of which the first is the request's."""
+    return [(seed + index + 2**63) % 2**64 - 2**63 for index in range(num_sequences)]  # within an int64
 
 
 def _text_options(params: inference_pb2.SamplingParams, min_tokens: int) -> TextOptions:

@@ -53,7 +53,11 @@ class AnswerText:
 
     def add(self, token: fleet_pb2.SampledToken) -> str:
         """Return the text that the next token makes certain. No token may follow a stop string."""
-        return self._news(self._take(token.token_id, ends=token.finish_reason == inference_pb2.FINISH_REASON_STOP))
+        return self.next(token.token_id, token.finish_reason)
+
+    def next(self, token_id: int, finish_reason: inference_pb2.FinishReason) -> str:
+        """Return the text that the next token makes certain, as `add` does."""
+        return self._news(self._take(token_id, ends=finish_reason == inference_pb2.FINISH_REASON_STOP))
 
     def rest(self) -> str:
         """Return the text that was held back, when the tokens have ended."""
@@ -151,6 +155,24 @@ class Answer:
             prompt_logprobs=tokens[0].prompt_logprobs,
             cached_tokens=num_cached_tokens,
         )
+        self.generation.push_chunk(self._index, chunk)
+        return self.matched_stop is not None
+
+    def add_chunk(self, chunk: inference_pb2.Chunk) -> bool:
+        """Add the tokens of a chunk without text, as `add` does. The output owns the chunk from now on."""
+        if self.matched_stop is not None:
+            return True
+        text, finish_reason = "", inference_pb2.FINISH_REASON_UNSPECIFIED
+        num_left = len(chunk.token_ids)
+        for token_id in chunk.token_ids:
+            num_left -= 1
+            text += self._text.next(token_id, finish_reason if num_left else chunk.finish_reason)
+            if self.matched_stop is not None:
+                del chunk.token_ids[len(chunk.token_ids) - num_left :]
+                del chunk.logprobs[len(chunk.token_ids) :]
+                break
+        chunk.text = text
+        chunk.ClearField("finish_reason")
         self.generation.push_chunk(self._index, chunk)
         return self.matched_stop is not None
 

@@ -64,11 +64,19 @@ SERVER_OPTIONS: Final[tuple[Option, ...]] = (
     (_SHARES_PORT, 0),  # a port in use is an error, not a second server that shares it
 )
 
-# Between processes of one coordinator, which trust each other: other limits bound the size of a batch.
-LOCAL_OPTIONS: Final[tuple[Option, ...]] = (
+# From an API server to its coordinator, which trust each other: other limits bound the size of a batch. The window of
+# HTTP/2, which does not grow without the probe, bounds the batches that the API server has yet to read.
+API_SERVER_OPTIONS: Final[tuple[Option, ...]] = (
+    *_IN_FLEET,
+    _WITHOUT_CALLS,
+    NO_PROXY,
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),  # finds a coordinator that starts, or a standby that takes over, soon
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 500),
 )
 
 MAX_CONNECTION_AGE_S: Final = 3600.0

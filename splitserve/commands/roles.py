@@ -1,4 +1,5 @@
-"""Define the commands that run one process, for clusters over several machines: coordinator, prefill, decode, mixed."""
+"""Define the commands that run one process, for clusters over several machines: coordinator, api-server, prefill,
+decode, mixed."""
 
 import os
 from typing import Any
@@ -8,7 +9,7 @@ import click
 from serving_core.flags import environment_of, settings_command
 from serving_core.process.extras import require
 from splitserve.commands.terminal import report
-from splitserve.launch.cluster import COORDINATOR, DECODE, MIXED, PREFILL, Room, command_of, flat, replaced
+from splitserve.launch.cluster import API_SERVER, COORDINATOR, DECODE, MIXED, PREFILL, Room, command_of, flat, replaced
 from splitserve.launch.models import resolve
 
 
@@ -16,7 +17,7 @@ def role_command(room: Room, help: str) -> click.Command:
     """Return a command that finds MODEL and then becomes `python -m ROOM` with the same flags."""
 
     def become(settings: Any) -> None:
-        if room is not COORDINATOR:
+        if room not in (COORDINATOR, API_SERVER):
             require("node")
         values = flat(settings)
         model = resolve(values["model"], report)
@@ -31,6 +32,9 @@ def role_command(room: Room, help: str) -> click.Command:
 
 coordinator = role_command(
     COORDINATOR, "Run the coordinator: the public gRPC service, and the fleet port that nodes dial."
+)
+api_server = role_command(
+    API_SERVER, "Run one API server by itself: its calls wait for the coordinator or its standby, and go on there."
 )
 prefill = role_command(PREFILL, "Run one prefill node, attached to a coordinator.")
 decode = role_command(DECODE, "Run one decode node, attached to a coordinator.")

@@ -23,11 +23,12 @@ def unknown_variables(environment: Mapping[str, str]) -> str:
 def known_variables() -> frozenset[str]:
     """Return every variable that some command or process reads."""
     from splitserve.launch.cluster import (
+        API_SERVER,
         ROOMS,
         ClusterSettings,  # imported here, since the import is slow and seldom needed
     )
 
-    settings_classes: list[type[Any]] = [ClusterSettings, *(room.settings_class for room in ROOMS)]
+    settings_classes: list[type[Any]] = [ClusterSettings, *(room.settings_class for room in (*ROOMS, API_SERVER))]
     flags = {field.name for settings_class in settings_classes for field, _ in fields_of(settings_class)}
     flags |= {secret + FILE for settings_class in settings_classes for secret in secrets_of(settings_class)}
     return frozenset({SERVER, *NO_FLAGS, *(ENV_PREFIX + name.upper() for name in flags)})

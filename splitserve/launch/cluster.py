@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
+from coordinator.api_server_settings import ApiServerSettings
 from coordinator.settings import CoordinatorSettings
 from serving_core.errors import SettingsError
 from serving_core.flags import build, environment_of, fields_of, flag, to_argv
@@ -35,6 +36,7 @@ class Room:
 
 
 COORDINATOR: Final = Room("coordinator", "coordinator", CoordinatorSettings)
+API_SERVER: Final = Room("api-server", "coordinator.api", ApiServerSettings)
 PREFILL, DECODE, MIXED = (Room(role, package, NodeSettings) for role, package in PACKAGES.items())
 ROOMS: Final = (COORDINATOR, PREFILL, DECODE, MIXED)
 
@@ -172,7 +174,7 @@ class Place:
 # Flags of the processes that the plan sets.
 PLANNED: Final = frozenset(
     {"model", "host", "fleet_host", "fleet_port", "fleet_secret", "coordinator", "name", "kv_bind", "cpus"}
-    | {"tensor_parallel_size", "pipeline_parallel_size", "instance_id"}
+    | {"tensor_parallel_size", "pipeline_parallel_size", "instance_id", "standby"}
     | {"health_host", "health_port", "metrics_host", "metrics_port"}
 ) | {field.name for field in dataclasses.fields(ClusterSettings)}
 

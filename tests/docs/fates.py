@@ -118,6 +118,10 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
         r"splitserve (coordinator|prefill|decode|mixed) .*--tls",
         By(_SYSTEM + "test_tls.py::test_whole_answers_over_grpc_and_http"),
     ),
+    (
+        r"splitserve (api-server|coordinator .*--standby)",
+        By(_SYSTEM + "test_standby.py::test_no_stream_notices_that_its_coordinator_was_killed"),
+    ),
     (r"splitserve coordinator FILE", By(_LAUNCHER + "test_a_role_becomes_the_process_of_its_room")),
     (
         r"splitserve (coordinator|prefill|decode|mixed) ",

@@ -68,7 +68,7 @@ def test_every_library_has_a_reason():
 
 def test_every_command_has_a_part():
     parts = set(re.findall(r"^## splitserve (.+)$", settings_table.COMMANDS_PAGE.read_text(), re.MULTILINE))
-    with_settings = {"up", "coordinator", "prefill", "decode", "mixed"}
+    with_settings = {"up", "coordinator", "api-server", "prefill", "decode", "mixed"}
     assert parts | with_settings == {name for name, _ in settings_table.all_commands()} >= set(COMMANDS)
 
 

@@ -35,6 +35,7 @@ NODE_TIMEOUT_S = 15.0  # so that no node is lost because a busy machine lets it 
 START_DEADLINE_S = 400.0
 STOP_DEADLINE_S = 180.0  # a node that has requests left may take 30 s to drain, and more to end
 CALL_DEADLINE_S = 180.0
+STANDS_BY = "this one is its standby"
 PORTS = range(20_000, 32_000)  # below those that the kernel hands out by itself
 WORKERS = 16  # that have ports of their own
 
@@ -237,6 +238,29 @@ class Cluster:
         ports = {"grpc_port": self.port, "fleet_port": self.fleet_port, "http_port": self.http_port}
         given = {**ports, **self._tls("coordinator"), **self._coordinator_flags, **flags}
         return self._start("coordinator", "coordinator", given, env)
+
+    def start_standby(self) -> Child:
+        """Starts a coordinator that waits for the end of the cluster's; `take_over` makes it the cluster's."""
+        ports = {"grpc_port": self.port, "fleet_port": self.fleet_port, "http_port": self.http_port}
+        given = {**ports, **self._tls("coordinator"), **self._coordinator_flags, "standby": True}
+        log = self.folder / "standby.log"  # an earlier standby's too
+        num_before = log.read_text().count(STANDS_BY) if log.exists() else 0
+        child = self._start("standby", "coordinator", given, None)
+        wait_until(lambda: child.output().count(STANDS_BY) > num_before, "the standby waits", self._start_deadline_s)
+        return child
+
+    def take_over(self) -> None:
+        """Kills the coordinator, whose place the standby takes."""
+        self.kill("coordinator")
+        self.children["coordinator"] = self.children.pop("standby")
+
+    def start_api_server(self) -> tuple[int, int]:
+        """Starts an API server by itself, and returns its ports, of gRPC and of HTTP."""
+        grpc_port, http_port = free_port(), free_port()
+        ports = {"grpc_port": grpc_port, "http_port": http_port, "coordinator": f"127.0.0.1:{self.fleet_port}"}
+        self._start(f"api-{grpc_port}", "coordinator.api", {**self._tls("coordinator"), **ports}, None)
+        wait_until(lambda: self.is_serving(grpc_port), "the API server serves", self._start_deadline_s)
+        return grpc_port, http_port
 
     def start_node(self, name: str, *, env: Flags | None = None, **flags: object) -> Child:
         """Starts prefill-N, decode-N or mixed-N; `flags` and `env` go over the cluster's."""

@@ -1,46 +1,48 @@
-"""An API server and control, which tell each other over a stream: the messages, how tokens are joined, and each end of
-it."""
+"""An API server and the coordinator, which tell each other over a stream: the messages, what is in one batch, each end
+of the stream, and calls that go on at another coordinator."""
 
 import asyncio
-from collections import defaultdict
 from contextlib import asynccontextmanager
 
+import grpc.aio
 import pytest
 
-from coordinator import api_server_link
-from coordinator.api import messages, remote
+from coordinator.api import remote
+from coordinator.api.generation import Generation
 from coordinator.api.messages import (
     Situation,
     call_to_wire,
     error_from_wire,
     error_to_wire,
-    framed,
     info_from_wire,
     info_to_wire,
     plan_from_wire,
-    read_frame,
     situation_from_wire,
     situation_to_wire,
 )
 from coordinator.api.remote import RemoteControl
 from coordinator.api.validation import AnswerPlan, Limits, plan_answers
-from coordinator.api_server_link import ApiServerCall, ApiServerLink, ApiServerLost
+from coordinator.api_server_service import ApiServerLink, TokenOutput, api_server_figures
 from coordinator.control.nodes import Capacity
 from coordinator.control.request import NOTHING, SoFar
 from coordinator.control.request_log import CallRecord
-from coordinator.text.answers import TextOptions
-from protos import api_servers_pb2, fleet_pb2, inference_pb2
+from coordinator.text.answers import AnswerText, TextOptions
+from protos import api_servers_pb2, api_servers_pb2_grpc, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
+from serving_core.net.channels import API_SERVER_OPTIONS
 from serving_core.net.numbering import MessageLost
-from serving_core.reasons import DRAINING
+from serving_core.reasons import DRAINING, NO_PREFILL_WORKER
 from serving_core.requests import Pooling, SamplingParams
 from tests import fleet_events as events
+
+DEADLINE_S = 60.0
 
 # ---- the messages ----
 
 SAMPLING = SamplingParams(
-    max_tokens=9, temperature=0.5, stop_token_ids=(1, 2), logit_bias=((3, -1.0),), seed=-(2**63), grammar="g"
+    max_tokens=9, temperature=0.5, stop_token_ids=(1, 2), logit_bias=((3, -1.0),), seed=2**63 - 1, grammar="g"
 )
+SAMPLING_FIELDS = {name: getattr(SAMPLING, name) for name in SamplingParams.__dataclass_fields__}
 
 
 def sent(message):
@@ -49,12 +51,9 @@ def sent(message):
 
 
 def plan(**changes):
-    samplings = (SAMPLING, SamplingParams(**{**SAMPLING_FIELDS, "seed": 2**63 - 1}))
+    samplings = (SAMPLING, SamplingParams(**{**SAMPLING_FIELDS, "seed": -(2**63)}))  # the seed after the greatest
     fields = {"request_id": "r", "prompt": [5, 6], "cache_salt": "s", "samplings": samplings, "text": TextOptions()}
     return AnswerPlan(**{**fields, **changes})
-
-
-SAMPLING_FIELDS = {name: getattr(SAMPLING, name) for name in SamplingParams.__dataclass_fields__}
 
 
 @pytest.mark.parametrize(
@@ -63,24 +62,30 @@ SAMPLING_FIELDS = {name: getattr(SAMPLING, name) for name in SamplingParams.__da
         (plan(), [NOTHING, NOTHING]),
         (plan(adapter="a"), [SoFar((7, 8), 0, inference_pb2.FINISH_REASON_STOP, 1.5, False), SoFar(has_ended=True)]),
         (plan(samplings=(SAMPLING,), pooling=Pooling("mean", False, 4)), [NOTHING]),
-        (plan(num_behind=5), [NOTHING, NOTHING]),
+        (plan(num_behind=5, call_number=2), [NOTHING, NOTHING]),
     ],
 )
 def test_a_call(given, so_fars):
     asked = inference_pb2.GenerateRequest(text="never told", ttft_ms=0.0, slo_class="c", priority=-1)
-    wire = sent(
-        call_to_wire(info_to_wire(CallRecord("r"), {}), given, so_fars, asked, number=4, begun_s=1.25, deadline_s=2.5)
-    )
+    asked.sampling_params.stop.append("never told")
+    wire = sent(call_to_wire("17", given, asked, so_fars))
     assert plan_from_wire(wire) == (given, so_fars)
-    assert (wire.number, wire.begun_s, wire.deadline_s) == (4, 1.25, 2.5)
-    assert wire.limits == inference_pb2.GenerateRequest(ttft_ms=0.0, slo_class="c", priority=-1)
+    request = wire.request
+    assert (wire.id, request.ttft_ms, request.slo_class, request.priority) == ("17", 0.0, "c", -1)
+    assert request.HasField("ttft_ms")
+    assert not request.HasField("tpot_ms")
+    assert b"never told" not in wire.SerializeToString()
 
 
 def test_what_is_known_of_a_call():
+    """Ages travel: the clocks of two machines differ."""
     record = CallRecord("r", "asker", operation="chat", model="m", arrived_s=1.5)
     carrier = {"traceparent": ["00-1"], "tracestate": ["a=1", "b=2"]}
-    assert info_from_wire(sent(info_to_wire(record, carrier))) == (record, carrier)
-    assert info_from_wire(sent(info_to_wire(record, {}))) == (record, {})
+    wire = sent(info_to_wire(record, carrier, 2.0))
+    assert wire.age_s == 0.5
+    record.arrived_s = 99.5
+    assert info_from_wire(wire, 100.0) == (record, carrier)
+    assert info_from_wire(sent(info_to_wire(record, {}, 100.0)), 100.0) == (record, {})
 
 
 def test_an_error():
@@ -100,53 +105,19 @@ def test_the_situation(situation):
     assert situation_from_wire(sent(situation_to_wire(situation))) == situation
 
 
-def read_all(*pieces):
-    async def scenario():
-        reader = asyncio.StreamReader()
-        for piece in pieces:
-            reader.feed_data(piece)
-        reader.feed_eof()
-        found = []
-        while (message := await read_frame(reader)) is not None:
-            found.append(message)
-        return found
-
-    return asyncio.run(scenario())
-
-
-def test_frames_are_read_as_they_were_written():
-    messages = [
-        b"",
-        b"one",
-        api_servers_pb2.ApiServerEvent(hello=api_servers_pb2.ApiServerHello(number=3)).SerializeToString(),
-    ]
-    stream = b"".join(map(framed, messages))
-    assert read_all(stream) == messages
-    assert read_all(*(stream[i : i + 1] for i in range(len(stream)))) == messages
-
-
-def test_a_frame_that_breaks_off_or_is_too_large_is_an_error(monkeypatch):
-    for cut in (1, 4, 6):
-        with pytest.raises(ConnectionError, match="broke off"):
-            read_all(framed(b"hello")[:cut])
-    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 4)
-    with pytest.raises(ConnectionError, match="a message of 5 bytes, the limit is 4"):
-        read_all(framed(b"hello"))
-
-
-# ---- control's end: several tokens at once where the API server is behind, and never without end ----
+# ---- the coordinator's end: what has come since the batch before is one batch ----
 
 ATTEMPT = fleet_pb2.Attempt(request_id="r/0", epoch=7)
 
 
 @pytest.fixture
-def link(monkeypatch):
-    monkeypatch.setattr(api_server_link, "BEAT_S", 0.01)
-    return ApiServerLink(1)
+def link():
+    return ApiServerLink("1")
 
 
-def call_of(link, number=5, num_answers=2):
-    return ApiServerCall(link, number, num_answers, CallRecord("r"))
+def outputs_of(link, call_id="5", num_outputs=2):
+    generation = Generation("r", num_outputs, wire_id=call_id, wake=link.wake(call_id))
+    return [TokenOutput(generation, index, 0) for index in range(num_outputs)]
 
 
 def sampled(*token_ids, first_index=0):
@@ -155,184 +126,310 @@ def sampled(*token_ids, first_index=0):
 
 def next_batch(link):
     async def bounded():
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_S):
             return await link.next()
 
     return asyncio.run(bounded())
 
 
 def told(batch):
-    """Tokens by call and answer, in the order in which an API server takes them."""
-    found = defaultdict(list)
-    for run in batch.runs:
-        for number, index, token_id in zip(run.numbers, run.indexes, run.token_ids, strict=True):
-            found[number, index].append(token_id)
-        for each in run.others:
-            found[each.number, each.index] += [token.token_id for token in each.tokens]
-    return found
+    """Chunks by call and sequence."""
+    return [
+        (each.request_id, each.index, each.chunk.first_token_index, list(each.chunk.token_ids))
+        for each in batch.responses
+        if each.HasField("chunk")
+    ]
 
 
 def test_steps_that_wait_for_the_api_server_travel_together(link):
-    call = call_of(link)
-    call.answers[0].add(sampled(8), 3)
-    assert told(next_batch(link)) == {(5, 0): [8]}
-    for index, token_id in enumerate((9, 10), start=1):
-        call.answers[0].add(sampled(token_id, first_index=index), None)
-        call.answers[1].add(sampled(token_id + 10, first_index=index), None)
-    link.taken(0.0)
-    batch = next_batch(link)
-    assert told(batch) == {(5, 0): [9, 10], (5, 1): [19, 20]}
-    (run,) = batch.runs
-    assert not run.others
-
-
-def test_a_token_with_more_to_tell_is_told_whole_and_in_its_place(link):
-    """What scores its prompt has a first token of which there is more to tell, and plain ones behind it."""
-    answer, other = call_of(link).answers
-    answer.add(sampled(8), None)
-    scored = sampled(9, first_index=1)
-    scored[0].logprob = -0.5
-    answer.add(scored, None)
+    first, second = outputs_of(link)
+    first.add(sampled(8), 3)
+    assert told(next_batch(link)) == [("5", 0, 0, [8])]
+    (other,) = outputs_of(link, "6", 1)
+    for token_id in (9, 10):
+        first.add(sampled(token_id), None)
     other.add(sampled(7), None)
-    answer.add(sampled(10, first_index=2), None)
-    last = sampled(11, first_index=3)
+    second.add(sampled(19, 20), None)
+    assert told(next_batch(link)) == [("5", 0, 1, [9, 10]), ("5", 1, 0, [19, 20]), ("6", 0, 0, [7])]
+
+
+def test_a_token_is_told_with_all_that_belongs_to_it(link):
+    output, _ = outputs_of(link)
+    scored = sampled(9)
+    scored[0].logprob = -0.5
+    scored[0].top.add(token_id=4, logprob=-0.25)
+    scored[0].prompt_logprobs.add(token_id=3, logprob=-1.0)
+    output.add(scored, 2)
+    last = sampled(11, first_index=1)
     last[0].finish_reason = inference_pb2.FINISH_REASON_LENGTH
-    answer.add(last, None)
+    output.add(last, None)
+    (response,) = next_batch(link).responses
+    top = inference_pb2.TopLogprob(token_id=4, logprob=-0.25)
+    assert response.chunk == inference_pb2.Chunk(
+        token_ids=[9, 11],
+        logprobs=[inference_pb2.TokenLogprobs(token_id=9, logprob=-0.5, top=[top])],
+        prompt_logprobs=[inference_pb2.TokenLogprobs(token_id=3, logprob=-1.0)],
+        cached_tokens=2,
+        finish_reason=inference_pb2.FINISH_REASON_LENGTH,
+    )
+
+
+def test_a_call_is_told_whole_in_one_batch(link):
+    output, other = outputs_of(link)
+    link.begun("5")
+    output.add(sampled(8, 9), 0)
+    output.generation.embedding = b"1234"
+    output.end(inference_pb2.Complete(completion_tokens=2))
+    other.generation.fail(RequestError(DRAINING, "going", field="x"))
     batch = next_batch(link)
-    assert told(batch) == {(5, 0): [8, 9, 10, 11], (5, 1): [7]}
-    others = [token for run in batch.runs for each in run.others for token in each.tokens]
-    assert [token.HasField("logprob") for token in others] == [True, False]
-    assert others[1].finish_reason == inference_pb2.FINISH_REASON_LENGTH
-    assert not any(token.HasField("attempt") for token in others)
+    assert list(batch.begun) == ["5"]
+    assert told(batch) == [("5", 0, 0, [8, 9])]
+    assert batch.responses[-1].complete == inference_pb2.Complete(completion_tokens=2)
+    assert dict(batch.embeddings) == {"5": b"1234"}
+    error = api_servers_pb2.CallError(reason=DRAINING, message="going", metadata={"field": "x"})
+    assert list(batch.failed) == [api_servers_pb2.FailedCall(id="5", error=error)]
 
 
-def test_the_first_tokens_say_how_much_was_cached(link):
-    call = call_of(link)
-    call.answers[0].add(sampled(8), 0)
-    call.answers[1].add(sampled(8), None)
-    (run,) = next_batch(link).runs
-    (first,) = run.others
-    assert (first.index, first.HasField("num_cached_tokens")) == (0, True)
-    assert list(run.indexes) == [1]
-
-
-def test_an_answer_is_told_whole_in_one_batch(link):
-    call = call_of(link)
-    link.admitted(5, None)
-    call.answers[0].add(sampled(8, 9), 0)
-    call.embedding = b"1234"
-    call.answers[0].end(inference_pb2.Complete(completion_tokens=2))
-    call.fail(RequestError(DRAINING, "going", field="x"))
-    batch = next_batch(link)
-    error = api_servers_pb2.ApiServerError(reason=DRAINING, message="going", metadata={"field": "x"})
-    assert list(batch.admitted) == [api_servers_pb2.Admitted(number=5)]
-    assert told(batch) == {(5, 0): [8, 9]}
-    complete = inference_pb2.Complete(completion_tokens=2)
-    assert list(batch.ended) == [api_servers_pb2.AnswerEnded(number=5, complete=complete, embedding=b"1234")]
-    assert list(batch.failed) == [api_servers_pb2.CallEnded(number=5, error=error)]
-
-
-def test_a_stop_string_of_the_api_server_is_how_the_answer_has_ended(link):
-    call = call_of(link)
-    call.answers[1].stopped("ab", 4)
-    call.answers[1].end(inference_pb2.Complete(finish_reason=inference_pb2.FINISH_REASON_LENGTH, completion_tokens=6))
-    (ended,) = next_batch(link).ended
-    assert (ended.index, ended.complete.completion_tokens, ended.complete.matched_stop_str) == (1, 4, "ab")
-    assert ended.complete.finish_reason == inference_pb2.FINISH_REASON_STOP
-
-
-def test_with_nothing_to_say_the_api_server_is_asked_for_a_sign(link):
-    assert next_batch(link) == api_servers_pb2.ControlBatch()
-
-
-def test_an_api_server_that_takes_nothing_is_lost(link, monkeypatch):
+def test_what_an_api_server_leaves_is_bounded(link):
+    output, _ = outputs_of(link)
+    output.add(sampled(*range(2048)), None)  # for both outputs of the call
+    with pytest.raises(RequestError, match="the reader is 2049 tokens behind, the limit is 2048"):
+        output.add(sampled(1), None)
     next_batch(link)
-    monkeypatch.setattr(api_server_link, "TAKE_DEADLINE_S", 0.01)
-    with pytest.raises(ApiServerLost, match=r"taken nothing for 0\.01 s"):
-        next_batch(link)
-
-
-def test_what_a_api_server_leaves_is_bounded(link, monkeypatch):
-    monkeypatch.setattr(api_server_link, "MAX_UNTAKEN_TOKENS", 3)
-    call_of(link).answers[0].add(sampled(1, 2, 3, 4), None)
-    with pytest.raises(ApiServerLost, match="4 tokens are untaken, the limit is 3"):
-        next_batch(link)
+    output.add(sampled(1), None)
 
 
 def test_after_the_end_comes_nothing_but_what_was_said_before(link):
-    call_of(link).answers[0].add(sampled(1), None)
+    outputs_of(link)[0].add(sampled(1), None)
     link.end()
-    assert told(next_batch(link)) == {(5, 0): [1]}
-    link.taken(0.0)
+    assert told(next_batch(link)) == [("5", 0, 0, [1])]
     assert next_batch(link) is None
 
 
 def test_figures_of_each_api_server(link):
-    other = ApiServerLink(2)
-    other.calls[5] = call_of(other)
-    link.taken(1.5)
-    figures = {figure.name: figure.values for figure in api_server_link.api_server_figures([other, link])}
+    other = ApiServerLink("2")
+    other.calls["5"] = object()
+    link.cpu_s = 1.5
+    figures = {figure.name: figure.values for figure in api_server_figures([other, link])}
     assert figures == {
         "api_server_calls": [({"api_server": "1"}, 0), ({"api_server": "2"}, 1)],
         "api_server_cpu_seconds": [({"api_server": "1"}, 1.5), ({"api_server": "2"}, 0.0)],
     }
 
 
-# ---- the API server's end, of a control that answers nothing ----
+# ---- the API server's end, of a coordinator that the test speaks for ----
 
-DEADLINE_S = 60.0
 LIMITS = Limits(("m",), 260, 1000, 20, 900, 900)
 
 
-@asynccontextmanager
-async def api_server(tmp_path, said=b""):
-    """Attached to a control that takes everything and says nothing else."""
-    taken = asyncio.Event()
+class Coordinator(api_servers_pb2_grpc.ApiServersServicer):
+    """Serves one API server at a socket; each attachment is a list of events and a queue of batches."""
 
-    async def control(reader, writer):
-        writer.write(said)
-        while await reader.read(2**16):
-            taken.set()
-        writer.close()
+    def __init__(self):
+        self.heard = asyncio.Queue()
+        self._batches = asyncio.Queue()
+        self._number = 0
 
-    server = await asyncio.start_unix_server(control, tmp_path / "control.sock")
-    made = RemoteControl(str(tmp_path / "control.sock"), number=1, stream_interval=1)
-    running = asyncio.create_task(made.run())
-    try:
+    async def Attach(self, events_of, _context):
+        self._number = 0
+        reading = asyncio.create_task(self._read(events_of))
+        try:
+            while (batch := await self._batches.get()) is not None:
+                yield batch
+        finally:
+            reading.cancel()
+
+    async def _read(self, events_of):
+        async for event in events_of:
+            if not event.HasField("heartbeat"):
+                self.heard.put_nowait(event)
+
+    def send(self, number=None, **fields):
+        self._number = number or self._number + 1
+        self._batches.put_nowait(api_servers_pb2.ApiServerBatch(number=self._number, **fields))
+
+    def leave(self):
+        """Ends the stream."""
+        self._batches.put_nowait(None)
+
+    async def next(self, kind):
         async with asyncio.timeout(DEADLINE_S):
-            await taken.wait()
-            yield made, running
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
-        server.close()
+            event = await self.heard.get()
+        assert event.WhichOneof("event") == kind
+        return getattr(event, kind)
 
 
-def asked(control):
+@asynccontextmanager
+async def api_server(folder, *, outlives=False):
+    """An API server that is attached, its coordinator, and the task that keeps it attached."""
+    server, coordinator = grpc.aio.server(), Coordinator()
+    api_servers_pb2_grpc.add_ApiServersServicer_to_server(coordinator, server)
+    server.add_insecure_port(f"unix:{folder}/socket")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"unix:{folder}/socket", options=API_SERVER_OPTIONS) as channel:
+        control = RemoteControl(api_servers_pb2_grpc.ApiServersStub(channel), "1")
+        running = asyncio.create_task(control.run_again() if outlives else control.run())
+        try:
+            assert (await coordinator.next("hello")).name == "1"
+            yield control, coordinator, running
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            await server.stop(None)
+
+
+class Letters:
+    """A detokenizer for which a token is its character."""
+
+    ahead = ""
+
+    def add(self, token_id):
+        return chr(token_id)
+
+    def flush(self):
+        return ""
+
+
+def ask(control, *, num_outputs=1, **options):
     """A call that begins."""
-    request = inference_pb2.GenerateRequest(request_id="r", sampling_params=inference_pb2.SamplingParams(max_tokens=2))
+    params = inference_pb2.SamplingParams(max_tokens=20, n=num_outputs, seed=3)
+    request = inference_pb2.GenerateRequest(request_id="r", sampling_params=params)
     plan = plan_answers(request, [1, 2], LIMITS, inference_pb2.SamplingParams())
-    return control.begin(plan, [], request, deadline_s=1e9, record=CallRecord("r"))
+    texts = [(NOTHING, AnswerText(Letters(), TextOptions(**options))) for _ in range(num_outputs)]
+    return asyncio.create_task(control.begin(plan, texts, request, deadline_s=1e9, record=CallRecord("r")))
+
+
+def chunk(call, index, first, text):
+    token_ids = [ord(char) for char in text]
+    return inference_pb2.GenerateResponse(
+        request_id=call.id, index=index, chunk=inference_pb2.Chunk(first_token_index=first, token_ids=token_ids)
+    )
+
+
+def complete(call, index, **fields):
+    fields = {"finish_reason": inference_pb2.FINISH_REASON_LENGTH, **fields}
+    return inference_pb2.GenerateResponse(request_id=call.id, index=index, complete=inference_pb2.Complete(**fields))
+
+
+async def read(generation):
+    """Text by output to the end, and the completes."""
+    texts, completes = {}, {}
+    async with asyncio.timeout(DEADLINE_S):
+        while (response := await generation.next()) is not None:
+            if response.HasField("complete"):
+                completes[response.index] = response.complete
+            else:
+                texts[response.index] = texts.get(response.index, "") + response.chunk.text
+    return texts, completes
+
+
+async def test_tokens_become_text_and_a_stop_string_is_reported(tmp_path):
+    async with api_server(tmp_path) as (control, coordinator, _):
+        asked = ask(control, stop=("de",))
+        call = await coordinator.next("call")
+        coordinator.send(begun=[call.id], responses=[chunk(call, 0, 0, "abc")])
+        generation = await asked
+        coordinator.send(responses=[chunk(call, 0, 3, "defg")])
+        stopped = await coordinator.next("stopped")
+        assert (stopped.id, stopped.index) == (call.id, 0)
+        coordinator.send(responses=[chunk(call, 0, 7, "h"), complete(call, 0, completion_tokens=8)])
+        texts, completes = await read(generation)
+        assert texts == {0: "abc"}
+        end = completes[0]
+        assert (end.matched_stop_str, end.completion_tokens) == ("de", 5)
+        assert end.finish_reason == inference_pb2.FINISH_REASON_STOP
+
+
+async def test_a_call_goes_on_at_another_coordinator_by_what_has_come(tmp_path):
+    async with api_server(tmp_path, outlives=True) as (control, coordinator, _):
+        asked = ask(control, num_outputs=3)
+        call = await coordinator.next("call")
+        responses = [chunk(call, 0, 0, "abc"), chunk(call, 1, 0, "x"), complete(call, 1, completion_tokens=1)]
+        coordinator.send(begun=[call.id], responses=responses)
+        generation = await asked
+        coordinator.leave()
+        await coordinator.next("hello")
+        again = await coordinator.next("call")
+        assert (again.id, again.request.tokenized, again.request.sampling_params) == (
+            call.id, call.request.tokenized, call.request.sampling_params)  # fmt: skip
+        so_far = [(list(each.token_ids), each.has_ended) for each in again.request.so_far]
+        assert so_far == [([ord(char) for char in "abc"], False), ([], True), ([], False)]
+        coordinator.send(responses=[chunk(call, 0, 0, "lost")])  # of before: not of the call that is to begin
+        responses = [chunk(call, 0, 3, "de"), chunk(call, 2, 0, "yz")]
+        responses += [complete(call, 0, completion_tokens=5, resumed_tokens=3), complete(call, 2, completion_tokens=2)]
+        coordinator.send(begun=[call.id], responses=responses)
+        texts, completes = await read(generation)
+        assert texts == {0: "abcde", 1: "x", 2: "yz"}
+        assert [completes[index].completion_tokens for index in range(3)] == [5, 1, 2]
+        assert completes[0].resumed_tokens == 0  # of its client's view there was one call
+
+
+async def test_a_call_asks_again_while_the_nodes_are_not_back(tmp_path):
+    async with api_server(tmp_path, outlives=True) as (control, coordinator, _):
+        asked = ask(control)
+        call = await coordinator.next("call")
+        coordinator.send(begun=[call.id], responses=[chunk(call, 0, 0, "a")])
+        generation = await asked
+        coordinator.leave()
+        await coordinator.next("hello")
+        await coordinator.next("call")
+        error = api_servers_pb2.CallError(reason=NO_PREFILL_WORKER, message="none yet")
+        coordinator.send(failed=[api_servers_pb2.FailedCall(id=call.id, error=error)])
+        await coordinator.next("call")
+        coordinator.send(begun=[call.id], responses=[chunk(call, 0, 1, "b"), complete(call, 0)])
+        assert (await read(generation))[0] == {0: "ab"}
+
+
+async def test_a_call_fails_for_which_no_coordinator_comes_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "RESUME_DEADLINE_S", 0.0)
+    async with api_server(tmp_path, outlives=True) as (control, coordinator, _):
+        asked = ask(control)
+        call = await coordinator.next("call")
+        coordinator.send(begun=[call.id])
+        generation = await asked
+        coordinator.leave()
+        with pytest.raises(RequestError, match="no coordinator has come back"):
+            await read(generation)
+
+
+async def test_tokens_that_do_not_follow_are_never_passed_on(tmp_path):
+    async with api_server(tmp_path) as (control, coordinator, _):
+        asked = ask(control)
+        call = await coordinator.next("call")
+        coordinator.send(begun=[call.id], responses=[chunk(call, 0, 0, "a"), chunk(call, 0, 2, "c")])
+        with pytest.raises(RequestError, match="token 2 came in place of token 1"):
+            await read(await asked)
+        assert (await coordinator.next("failed")).id == call.id
 
 
 async def test_a_call_that_is_not_admitted_ends_by_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "ADMIT_DEADLINE_S", 0.05)
-    async with api_server(tmp_path) as (control, _):
-        for _ in range(2):  # the id is free again
-            with pytest.raises(RequestError, match=r"control has not answered within 0.05 s"):
-                await asked(control)
+    async with api_server(tmp_path) as (control, *_):
+        for _ in range(2):
+            with pytest.raises(RequestError, match=r"the coordinator has not answered within 0.05 s"):
+                await ask(control)
 
 
-async def test_an_api_server_whose_control_has_lost_a_batch_ends(tmp_path):
-    second = api_servers_pb2.ControlBatch(number=2)
-    async with api_server(tmp_path, framed(second.SerializeToString())) as (_, running):
+async def test_an_api_server_whose_coordinator_has_lost_a_batch_ends(tmp_path):
+    async with api_server(tmp_path) as (_, coordinator, running):
+        coordinator.send(number=2)
         with pytest.raises(MessageLost, match="message 1 was lost"):
             await running
 
 
+async def test_an_api_server_ends_with_the_coordinator_that_has_started_it_and_so_do_its_calls(tmp_path):
+    async with api_server(tmp_path) as (control, coordinator, running):
+        asked = ask(control)
+        await coordinator.next("call")
+        coordinator.leave()
+        await running
+        with pytest.raises(RequestError, match="the server has stopped"):
+            await asked
+
+
 async def test_nothing_is_kept_of_a_client_that_leaves_before(tmp_path):
-    async with api_server(tmp_path) as (control, _):
-        calls = [asyncio.create_task(asked(control)) for _ in range(2)]  # of one id: which may live control says
+    async with api_server(tmp_path) as (control, *_):
+        calls = [ask(control) for _ in range(2)]  # of one id: which may live the coordinator says
         await asyncio.sleep(0)
         assert control.num_calls == 2
         for call in calls:
@@ -340,12 +437,12 @@ async def test_nothing_is_kept_of_a_client_that_leaves_before(tmp_path):
             with pytest.raises(asyncio.CancelledError):
                 await call
         assert control.num_calls == 0
-        assert not control._by_generation  # nothing tells of it: what stayed there would only take memory
+        assert not control._ids  # nothing tells of it: what stayed there would only take memory
 
 
-async def test_an_api_server_ends_whose_control_reads_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "MAX_UNSENT_EVENTS", 3)
-    async with api_server(tmp_path) as (control, running):
+async def test_an_api_server_ends_whose_coordinator_reads_nothing(tmp_path, monkeypatch):
+    async with api_server(tmp_path) as (control, _, running):
+        monkeypatch.setattr(remote, "MAX_UNSENT_EVENTS", 3)
         for _ in range(4):
             control.count_call("h", "GET", 200, 0.1)  # all at once: none has left yet
         await running
