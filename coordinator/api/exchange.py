@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import grpc
 
@@ -39,6 +39,42 @@ async def write(context: Any, response: Any) -> None:
             await context.write(response)
     except TimeoutError:
         raise client_stalled() from None
+
+
+class Writes:
+    """Limit each write of one call to WRITE_TIMEOUT_S, by one timer for the whole call.
+
+    A context manager, which cancels the task within it where `write` raises.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._write = context.write
+        self._loop = asyncio.get_running_loop()
+        self._since_s: float | None = None  # when the write that is under way began
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.current_task()
+        self._timer = self._loop.call_later(WRITE_TIMEOUT_S, self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    async def __call__(self, response: Any) -> None:
+        """Pass a message to gRPC."""
+        self._since_s = self._loop.time()
+        await self._write(response)
+        self._since_s = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        since_s = now if self._since_s is None else self._since_s
+        if now - since_s < WRITE_TIMEOUT_S:
+            self._timer = self._loop.call_at(since_s + WRITE_TIMEOUT_S, self._look)
+            return
+        client_stalled()
+        if self._task is not None:
+            self._task.cancel()
 
 
 def client_stalled() -> asyncio.CancelledError:

@@ -45,7 +45,7 @@ class Generation:
         self._begun = set[int]()  # outputs of which a chunk has been queued
         self._held: dict[int, inference_pb2.Chunk] = {}  # chunks with too few tokens to send, by output
         self.error: RequestError | None = None  # of `fail`
-        self._news = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None  # of a reader in `next`
         self.embedding = b""  # float32, little-endian, for an embedding request
 
     def push_chunk(self, index: int, chunk: inference_pb2.Chunk) -> None:
@@ -92,8 +92,8 @@ class Generation:
                 raise self.error
             if self._num_open == 0:
                 return None
-            self._news.clear()
-            await self._news.wait()
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
         response = self._unsent.popleft()
         self._num_unsent_tokens -= len(response.chunk.token_ids)
         return response
@@ -122,7 +122,8 @@ class Generation:
         self._notify()
 
     def _notify(self) -> None:
-        self._news.set()
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
         if self._wake is not None:
             self._wake(self)
 

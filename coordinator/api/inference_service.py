@@ -1,6 +1,5 @@
 """Serve the public gRPC service Inference."""
 
-import asyncio
 import secrets
 from typing import Any, Protocol
 
@@ -39,12 +38,9 @@ class InferenceService:
         # A disconnected client shows as one of several exceptions, cancellation among them.
         async with self._preprocessor.answer(request, context.time_remaining()) as call:
             await context.send_initial_metadata(self._terms(request.model, call))
-            while (response := await call.generation.next()) is not None:
-                try:  # as exchange.write does, without a call for each token
-                    async with asyncio.timeout(exchange.WRITE_TIMEOUT_S):
-                        await context.write(response)
-                except TimeoutError:
-                    raise exchange.client_stalled() from None
+            with exchange.Writes(context) as write:
+                while (response := await call.generation.next()) is not None:
+                    await write(response)
 
     def _terms(self, model: str, call: Call) -> tuple[tuple[str, str | bytes], ...]:
         """Return the initial metadata that a client needs to resume the outputs at another server."""

@@ -1,5 +1,5 @@
-"""The stage of the matrix, one for each worker; and the table of what was seen, at the end. DOORS=2 in the environment
-has it all played with two API servers."""
+"""The stage of the matrix, one for each worker; and the table of what was seen, at the end. API_SERVERS=2 in the
+environment has it all played with two API servers."""
 
 import os
 
