@@ -100,6 +100,7 @@ format: setup
 # The tables of docs/ that the code knows, written anew. Tests compare.
 tables: setup
 	@for table in api field metric model settings state; do $(BIN)/python -m tests.$${table}_table || exit 1; done
+	@$(BIN)/python -m tests.call_conformance
 
 SOURCES_OF_SETUP := pyproject.toml constraints.txt .ci/setup .ci/requirements.py $(wildcard engine/native/*.[ch])
 FORCE := $(if $(findstring B,$(firstword -$(MAKEFLAGS))),1)

@@ -8,12 +8,13 @@ from coordinator.api.preprocess import ServedModel
 from coordinator.api.validation import check_number
 from coordinator.settings import CoordinatorSettings, model_names
 from coordinator.text.answer_format import UNTOLD, AnswerFormat, answer_format
+from coordinator.text.rendering import FORMS
 from coordinator.text.structures import Structures
 from coordinator.text.tokenizer import read_tokenizer
 from protos import inference_pb2
 from protos.inference_pb2 import SamplingParams
 from serving_core import requests
-from serving_core.errors import ModelError, RequestError
+from serving_core.errors import ModelError, RequestError, SettingsError
 from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.model_files.config import read_model_config
 
@@ -49,6 +50,9 @@ def read_served_model(settings: CoordinatorSettings) -> ServedModel:
 
 def _answer_format(settings: CoordinatorSettings, template: str) -> AnswerFormat:
     found = answer_format(settings.tool_call_parser, settings.reasoning_parser, template)
+    if found.shows_tools and found.has_calls and found.calls not in FORMS:
+        problem = f"--tool-call-parser {found.calls} needs a chat template that lists the tools: --chat-template FILE"
+        raise SettingsError(problem)
     if (found.has_calls and not found.shows_tools) or found.thinks:
         told = "calls of tools are read as %s, thoughts %s"
         logger.info(told, found.calls, "apart from the answer" if found.thinks else "as the answer")

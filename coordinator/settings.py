@@ -103,12 +103,13 @@ class CoordinatorSettings:
     )
     tool_call_parser: str = flag(
         AUTO_FORMAT,
-        "Format in which the model writes tool calls; auto detects it from the chat template.",
+        "Format in which the model writes tool calls, by vLLM's names; auto detects it from the chat template.",
         choices=CALL_FORMATS,
     )
     reasoning_parser: str = flag(
         AUTO_FORMAT,
-        "Whether outputs begin with reasoning between <think> and </think>; auto detects it from the chat template.",
+        "Format of reasoning at the start of outputs (think: <think> and </think>), by vLLM's names; auto detects it "
+        "from the chat template.",
         choices=REASONING_FORMATS,
     )
     disable_additional_properties: bool = flag(

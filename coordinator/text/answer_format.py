@@ -1,11 +1,14 @@
 """Describe how a model writes its outputs: whether it thinks first, and the format of its tool calls."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 from coordinator.text import reasoning
+from coordinator.text.calls import harmony
+from coordinator.text.calls.harmony import HarmonyReader
 from coordinator.text.calls.json_calls import (
     HERMES_CLOSE,
     HERMES_OPEN,
@@ -14,44 +17,85 @@ from coordinator.text.calls.json_calls import (
     Llama3Reader,
     MistralReader,
 )
+from coordinator.text.calls.markup import MARKUPS, MarkupReader
 from coordinator.text.calls.pythonic import PythonicReader
-from coordinator.text.calls.reader import BLANKS, CallReader, Kind, Piece
-from coordinator.text.reasoning import ReasoningReader, Thoughts
+from coordinator.text.calls.reader import BLANKS, CallReader, Kind, Piece, Tools
+from coordinator.text.reasoning import THINK, ReasoningReader, Thoughts
 
-AUTO, NONE, THINK = "auto", "none", "think"
+AUTO, NONE = "auto", "none"
 UNTOLD: Final = "hermes"  # the format that a model is told to use when its chat template has none
-READERS: Final[Mapping[str, type[CallReader]]] = {
+HARMONY: Final = "openai"
+HARMONYS_THOUGHTS: Final = "openai_gptoss"
+READERS: Final[Mapping[str, Callable[..., CallReader]]] = {
     "hermes": HermesReader,
     "llama3": Llama3Reader,
     "mistral": MistralReader,
     "pythonic": PythonicReader,
+    HARMONY: HarmonyReader,
+    **{name: partial(MarkupReader, markup) for name, markup in MARKUPS.items()},
 }
-TAGS: Final = {"hermes": HERMES_OPEN, "mistral": MISTRAL_TAG}  # of calls that may stand anywhere in an output
-CALL_FORMATS: Final = (AUTO, *READERS, NONE)
-REASONING_FORMATS: Final = (AUTO, THINK, NONE)
+TAGS: Final = {  # of calls that may stand anywhere in an output
+    "hermes": HERMES_OPEN,
+    "mistral": MISTRAL_TAG,
+    **{name: markup.opening for name, markup in MARKUPS.items() if not markup.dropped},
+}
+WITH_CHANNELS: Final = (HARMONY, *(name for name, markup in MARKUPS.items() if markup.dropped))
+"""Formats with markup around plain text too, which is parsed whether or not there are tools."""
 
-# Words of a chat template that identify its call format; the first match wins.
-_WORDS: Final = {
-    "pythonic": re.compile(r"func_name1\("),
-    "mistral": re.compile(r"\[TOOL_CALLS\]"),
-    "llama3": re.compile(r"<\|python_tag\|>|\"parameters\": dictionary of argument name"),
-    "hermes": re.compile(r"<tool_call>"),
+CALLS_ALIASES: Final = {
+    "glm4_moe": "glm45",
+    "llama3_json": "llama3",
+    "llama4_json": "llama3",
+    "llama4_pythonic": "pythonic",
+    "qwen3_coder": "qwen3_xml",
 }
-_OTHERS: Final = re.compile(r"<function=|<arg_key>|<tool_calls>")  # formats whose tags enclose or contain hermes'
+REASONING_ALIASES: Final = dict.fromkeys(
+    ("deepseek_r1", "deepseek_v3", "deepseek_v4", "deepseek_v41", "glm45", "glm47", "kimi_k2", "qwen3"), THINK
+)
+"""Further names that vLLM has for the formats."""
+
+CALL_FORMATS: Final = (AUTO, *READERS, *CALLS_ALIASES, NONE)
+REASONING_FORMATS: Final = (AUTO, *reasoning.TAGS, *REASONING_ALIASES, NONE)
+
+# Words of a chat template that identify its formats; the first match wins.
+_CALLS: Final = {
+    name: re.compile(words)
+    for name, words in {
+        "pythonic": r"func_name1\(",
+        "mistral": r"\[TOOL_CALLS\]",
+        HARMONY: r"<\|channel\|>",
+        "kimi_k3": r"<\|open\|>",
+        "kimi_k2": r"<\|tool_calls_section_begin\|>",
+        "deepseek_v41": r"｜DSML｜ ",
+        "deepseek_v4": r"｜DSML｜tool_calls",
+        "deepseek_v32": r"｜DSML｜",
+        "deepseek_v3": r"(?s:<｜tool▁call▁begin｜>.*```json)",
+        "deepseek_v31": r"<｜tool▁call▁begin｜>",
+        "gemma4": r"<\|tool_call>",
+        "glm47": r"function-name\}<arg_key>",
+        "glm45": r"<arg_key>",
+        "qwen3_xml": r"<function=",
+        "llama3": r"<\|python_tag\|>|\"parameters\": dictionary of argument name",
+        "hermes": r"<tool_call>",
+    }.items()
+}
+_OTHERS: Final = re.compile(r"<tool_calls>")  # formats whose tags enclose hermes'
 _TOOLS: Final = re.compile(r"\btools\b")  # the variable of a template
+_TOKEN: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|｜DSML｜")  # what may be a special token
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """Output format of one model.
 
-    `calls` is a key of READERS or NONE. With `shows_tools`, the system message lists the tools, since the chat template
-    does not.
+    `calls` is a key of READERS or NONE, and `reasoning` a key of reasoning.TAGS for a model that thinks. With
+    `shows_tools`, the system message lists the tools, since the chat template does not.
     """
 
     calls: str = NONE
     thinks: bool = False
     shows_tools: bool = False
+    reasoning: str = THINK
 
     @property
     def has_calls(self) -> bool:
@@ -65,33 +109,41 @@ class AnswerFormat:
     @property
     def tags(self) -> tuple[str, ...]:
         """Tags of thoughts and calls, which stay in the text where a tokenizer has them as special tokens."""
-        thoughts = (reasoning.OPEN, reasoning.CLOSE) if self.thinks else ()
-        return (*thoughts, HERMES_OPEN, HERMES_CLOSE) if self.calls == "hermes" else thoughts
+        thoughts = reasoning.TAGS[self.reasoning]
+        words = f"{thoughts.open} {thoughts.close}" if self.thinks else ""
+        if self.calls in MARKUPS:
+            words += MARKUPS[self.calls].words
+        elif self.calls == HARMONY:
+            words += " ".join(harmony.TAGS)
+        elif self.calls == "hermes":
+            words += f"{HERMES_OPEN} {HERMES_CLOSE}"
+        return tuple(dict.fromkeys(_TOKEN.findall(words)))
 
     def reader(
         self,
         prompt_end: str,
-        names: Collection[str],
-        forced: type[CallReader] | None = None,
+        tools: Tools,
+        forced: Callable[..., CallReader] | None = None,
         *,
         is_held: bool = False,
         keeps_blanks: bool = False,
     ) -> "AnswerReader":
-        """Return a reader for one output that may call the tools in `names`.
+        """Return a reader for one output that may call the tools in `tools`.
 
         With `is_held`, the output has a required format, and either consists of calls or has none. `keeps_blanks` keeps
         the blanks after the thoughts, which may belong to that format. With `forced`, the output must be calls, which
         that reader parses.
         """
         thoughts: ReasoningReader | None = None
-        expected = reasoning.thoughts_behind(prompt_end)
-        if self.thinks and not (is_held and expected is Thoughts.NONE):
-            thoughts = ReasoningReader(has_begun=expected is Thoughts.BEGUN, keeps_blanks=keeps_blanks)
+        expected = reasoning.thoughts_behind(prompt_end, self.reasoning)
+        if self.thinks and self.calls != HARMONY and not (is_held and expected is Thoughts.NONE):
+            has_begun = expected is Thoughts.BEGUN
+            thoughts = ReasoningReader(self.reasoning, has_begun=has_begun, keeps_blanks=keeps_blanks)
         calls: Reader | None = None
         if forced is not None:
-            calls = forced(names)
-        elif names:
-            calls = READERS[self.calls](names, is_held=is_held)
+            calls = forced(tools, is_forced=True)
+        elif tools or self.calls in WITH_CHANNELS:
+            calls = READERS[self.calls](tools, is_held=is_held)
             if is_held and (tag := TAGS.get(self.calls)):
                 calls = _FromTag(calls, tag)
         return AnswerReader(thoughts, calls)
@@ -168,10 +220,19 @@ def answer_format(calls: str, thoughts: str, template: str) -> AnswerFormat:
     shows_tools = template != "" and (found == NONE if is_auto else _TOOLS.search(template) is None)
     if is_auto:
         calls = UNTOLD if shows_tools else found
-    thinks = reasoning.CLOSE in template if thoughts == AUTO else thoughts == THINK
-    return AnswerFormat(calls, thinks, shows_tools)
+    calls = CALLS_ALIASES.get(calls, calls)
+    thoughts = _thoughts_of(template) if thoughts == AUTO else REASONING_ALIASES.get(thoughts, thoughts)
+    if calls == HARMONY:
+        thoughts = HARMONYS_THOUGHTS
+    return AnswerFormat(calls, thoughts != NONE, shows_tools, THINK if thoughts == NONE else thoughts)
 
 
 def _calls_of(template: str) -> str:
-    found = next((name for name, words in _WORDS.items() if words.search(template)), NONE)
+    found = next((name for name, words in _CALLS.items() if words.search(template)), NONE)
     return NONE if found == "hermes" and _OTHERS.search(template) else found
+
+
+def _thoughts_of(template: str) -> str:
+    """Return the reasoning format whose closing tag a chat template has; NONE without one."""
+    tags = reasoning.TAGS.items()
+    return next((name for name, each in tags if each.close in template and name != HARMONYS_THOUGHTS), NONE)

@@ -29,7 +29,6 @@ from serving_core.grammars import LIMITS, Grammars
 
 # ---- Grammar of an output with thoughts before its format, and tool calls in its place ----
 
-CLOSE: Final = reasoning.CLOSE.replace("/", r"\/")  # in a regular expression of Lark
 ANY: Final = '{"type": "object"}'
 
 
@@ -49,13 +48,14 @@ def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int]) -> str:
     if not calls and thoughts is Thoughts.NONE:
         return grammar
     [_, form] = json.loads(grammar)["grammars"]
-    openings = [reasoning.OPEN] if thoughts is Thoughts.POSSIBLE else []
+    around = reasoning.TAGS[asked.leeway.reasoning]
+    openings = [around.open] if thoughts is Thoughts.POSSIBLE else []
     openings += [TAGS[asked.leeway.calls]] if calls and asked.leeway.calls in TAGS else []
     if asked.kind == "regex" and openings:
         form = {"name": "form", "lark_grammar": _beginning_otherwise(form["lark_grammar"], openings)}
     is_next = may_begin_blank(asked.kind, asked.value)  # to the thoughts; otherwise the blanks would be ambiguous
     start = f"start: {_before(thoughts, is_next)}{_either(is_next) if calls else '@form'}\n"
-    lark = FREE + start + _thoughts(thoughts, tag) + calls + BLANKS
+    lark = FREE + start + _thoughts(thoughts, around, tag) + calls + BLANKS
     schemas = {place: schema or ANY for place, (_, schema) in zip(arguments.values(), tools, strict=True)}
     places = set(re.findall(r"@\w+", calls)) & schemas.keys()
     named = {place: read_schema(schemas[place], closes_objects=asked.closes_objects) for place in places}
@@ -83,16 +83,17 @@ def _beginning_otherwise(lark: str, openings: Sequence[str]) -> str:
     return f"{lark} & ~/\\s*({begun})(?s:.*)/\n"
 
 
-def _thoughts(thoughts: Thoughts, tag: Tag) -> str:
+def _thoughts(thoughts: Thoughts, around: reasoning.Tags, tag: Tag) -> str:
     """Return the rules for thoughts. Thoughts that the prompt has begun have no opening tag."""
     if thoughts is Thoughts.NONE:
         return ""
-    begun, close = "" if thoughts is Thoughts.BEGUN else tag(reasoning.OPEN), tag(reasoning.CLOSE)
+    begun, close = "" if thoughts is Thoughts.BEGUN else tag(around.open), tag(around.close)
+    ending = re.escape(around.close).replace("/", r"\/")  # in a regular expression of Lark
     if close.startswith("<"):  # a special token; text that looks like it also ends the thoughts
-        return f"thoughts: {begun} TEXT? {close}\nTEXT: /(?s:.+)/ & ~/(?s:.*){CLOSE}(?s:.*)/\n"
+        return f"thoughts: {begun} TEXT? {close}\nTEXT: /(?s:.+)/ & ~/(?s:.*){ending}(?s:.*)/\n"
     if begun.startswith("<") or not begun:
-        return f"thoughts: {begun} thought\nthought[lazy]: /(?s:.*){CLOSE}/\n"
-    return f"thoughts[lazy]: /{reasoning.OPEN}(?s:.*){CLOSE}/\n"  # one terminal, or any text would go on
+        return f"thoughts: {begun} thought\nthought[lazy]: /(?s:.*){ending}/\n"
+    return f"thoughts[lazy]: /{re.escape(around.open)}(?s:.*){ending}/\n"  # one terminal, or any text would go on
 
 
 # Tokenizer that knows its tokens and splits a text greedily, with a fraction of the memory of a full one. It suffices

@@ -12,7 +12,7 @@ from coordinator.text.answer_format import NONE
 from coordinator.text.calls.reader import MAX_CALLS
 from coordinator.text.enforceable import Unenforceable, read_schema
 from coordinator.text.patterns import characters_of, with_ascii_classes
-from coordinator.text.reasoning import Thoughts
+from coordinator.text.reasoning import THINK, Thoughts
 from coordinator.text.schemas import of_schema, schemas_in
 
 # ---- inputs of a grammar ----
@@ -25,12 +25,14 @@ MAX_BYTES: Final = 2**26  # memory for one grammar
 class Leeway:
     """Freedom of an output besides its required format.
 
-    `thinks` allows thoughts before it. Tool calls may take its place, in the format `calls` of answer_format: `tools`
-    are the names that may be called, each with the JSON schema of its arguments, or empty for any object. `loose` names
-    the definitions of a JSON schema that are enforced as far as possible; an empty name stands for the whole schema.
+    `thinks` allows thoughts before it, between the tags of `reasoning`. Tool calls may take its place, in the format
+    `calls` of answer_format: `tools` are the names that may be called, each with the JSON schema of its arguments, or
+    empty for any object. `loose` names the definitions of a JSON schema that are enforced as far as possible; an empty
+    name stands for the whole schema.
     """
 
     thinks: bool = False
+    reasoning: str = THINK
     calls: str = NONE
     tools: tuple[tuple[str, str], ...] = ()
     most_calls: int = MAX_CALLS

@@ -1,15 +1,34 @@
-"""Separate thoughts, between <think> and </think>, from the rest of an output, as its text comes."""
+"""Separate thoughts, between two tags, from the rest of an output, as its text comes."""
 
 import codecs
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 from coordinator.text.stop_strings import StopMatcher
 
-OPEN: Final = "<think>"
-CLOSE: Final = "</think>"
-MAX_BLANKS: Final = 64  # before the tag
+MAX_BLANKS: Final = 64  # before a tag
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Tags around thoughts. The tag `answer`, if there is one, begins the rest of the output, and ends thoughts too."""
+
+    open: str
+    close: str
+    answer: str = ""
+
+
+THINK: Final = "think"
+TAGS: Final[Mapping[str, Tags]] = {
+    THINK: Tags("<think>", "</think>"),
+    "gemma4": Tags("<|channel>thought\n", "<channel|>"),
+    "kimi_k3": Tags("<|open|>think<|sep|>", "<|close|>think<|sep|>", "<|open|>response<|sep|>"),
+    "mistral": Tags("[THINK]", "[/THINK]"),
+    "openai_gptoss": Tags("<|channel|>analysis<|message|>", "<|end|>"),
+}
+"""Tags of thoughts by reasoning format."""
 
 
 class Thoughts(StrEnum):
@@ -20,32 +39,35 @@ class Thoughts(StrEnum):
     BEGUN = "begun"  # by the prompt
 
 
-def thoughts_behind(prompt: str) -> Thoughts:
+def thoughts_behind(prompt: str, reasoning: str = THINK) -> Thoughts:
     """Return whether the output after this prompt, or after this end of a prompt, has thoughts."""
-    words = prompt.rstrip()
-    if words.endswith(OPEN):
+    words, tags = prompt.rstrip(), TAGS[reasoning]
+    if words.endswith(tags.open.rstrip()):
         return Thoughts.BEGUN
-    return Thoughts.NONE if words.endswith(CLOSE) else Thoughts.POSSIBLE
+    has_ended = words.endswith(tags.close) or (tags.answer != "" and words.endswith(tags.answer))
+    return Thoughts.NONE if has_ended else Thoughts.POSSIBLE
 
 
-def ends_thinking(prompt: str) -> bool:
+def ends_thinking(prompt: str, reasoning: str = THINK) -> bool:
     """Return whether a prompt, or the end of a prompt, begins the output's thoughts."""
-    return thoughts_behind(prompt) is Thoughts.BEGUN
+    return thoughts_behind(prompt, reasoning) is Thoughts.BEGUN
 
 
 class ReasoningReader:
     """Parse one output.
 
-    An output that does not begin with the tag has no thoughts, unless the prompt has begun them. Blanks after both tags
-    are left out; `keeps_blanks` keeps those after the closing tag.
+    An output that does not begin with the tag has no thoughts, unless the prompt has begun them. Blanks within and
+    after both tags are left out; `keeps_blanks` keeps those after the closing tag.
     """
 
-    def __init__(self, *, has_begun: bool, keeps_blanks: bool = False) -> None:
+    def __init__(self, reasoning: str = THINK, *, has_begun: bool, keeps_blanks: bool = False) -> None:
+        self._tags = TAGS[reasoning]
         self._keeps_blanks = keeps_blanks
         self._is_thinking = self._skips_blanks = has_begun
         self._is_over = False  # all further text is outside of thoughts
         self._opening = ""
-        self._closing = StopMatcher([CLOSE])
+        self._blanks = ""  # at the end of the thoughts so far
+        self._closing = StopMatcher([*filter(None, (self._tags.close, self._tags.answer))])
 
     @property
     def has_thoughts(self) -> bool:
@@ -76,33 +98,35 @@ class ReasoningReader:
         """Return the remaining thoughts and other text, when the text has ended."""
         if self._is_over:
             return "", ""
-        return (self._closing.flush(), "") if self._is_thinking else ("", self._opening)
+        return (self._blanks + self._closing.flush(), "") if self._is_thinking else ("", self._opening)
 
     def _open(self, char: str) -> str:
         self._opening += char
-        begun = self._opening.lstrip()
-        if begun == OPEN:
+        begun, tag = self._opening.lstrip(), self._tags.open
+        if begun == tag:
             self._is_thinking = self._skips_blanks = True
             return ""
-        if OPEN.startswith(begun) and len(self._opening) <= MAX_BLANKS:
+        if tag.startswith(begun) and len(self._opening) <= MAX_BLANKS:
             return ""
         self._is_over = True
         return self._opening
 
     def _think(self, char: str) -> str:
-        thought = self._closing.feed(char)
+        thought = self._blanks + self._closing.feed(char)
+        end = max(len(thought.rstrip()), len(thought) - MAX_BLANKS)
+        self._blanks = thought[end:]
         if self._closing.matched is not None:
             self._is_over, self._skips_blanks = True, not self._keeps_blanks
-        return thought
+        return thought[:end]
 
 
 class ThoughtCounter:
     """Count the thinking tokens of one output, tags included."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes], *, has_begun: bool) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes], reasoning: str = THINK, *, has_begun: bool) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._reader = ReasoningReader(has_begun=has_begun)
+        self._reader = ReasoningReader(reasoning, has_begun=has_begun)
         self._num_read = 0
 
     @property

@@ -68,7 +68,7 @@ class Structures:
         if kind is None:
             return ""
         whitespace = params.whitespace_pattern if params.HasField("whitespace_pattern") else WHITESPACE
-        thoughts = thoughts_behind(prompt_end) if leeway.thinks else Thoughts.NONE
+        thoughts = thoughts_behind(prompt_end, leeway.reasoning) if leeway.thinks else Thoughts.NONE
         given = None if params.disable_any_whitespace else whitespace
         closes_objects = self._closes_objects or params.disable_additional_properties
         asked = Asked(kind, _value(params, kind), given, leeway, thoughts, closes_objects)

@@ -185,7 +185,6 @@ COMMAND_HINTS: Final[Hints] = {
     "ui": "`splitserve up` serves a page at http://localhost:8000/ui",
 }
 
-_THINK: Final = "thoughts between <think> and </think> are `think`"
 VALUE_HINTS: Final[Mapping[str, Hints]] = {
     "--kv-cache-dtype": dict.fromkeys(("fp8", "fp8_e5m2"), "floats of 8 bits are `fp8_e4m3`"),
     "--dtype": {"half": "it is `float16`", "float": "it is `float32`"},
@@ -195,11 +194,12 @@ VALUE_HINTS: Final[Mapping[str, Hints]] = {
     ),
     "--generation-config": {"vllm": "it is `none`"},
     "--tool-call-parser": {
-        **dict.fromkeys(("llama", "llama3_json", "llama4_json"), "it is `llama3`"),
+        "llama": "it is `llama3`",
         **dict.fromkeys(("qwen", "qwen25"), "it is `hermes`"),
-        **dict.fromkeys(("llama4_pythonic", "llama4"), "it is `pythonic`"),
+        "llama4": "it is `pythonic`",
+        "gpt-oss": "it is `openai`",
     },
-    "--reasoning-parser": dict.fromkeys(("deepseek_r1", "deepseek-r1", "qwen3"), _THINK),
+    "--reasoning-parser": {"deepseek-r1": "it is `deepseek_r1`", "gpt-oss": "it is `openai_gptoss`"},
     "--backend": {
         **dict.fromkeys(("vllm", "sglang", "sglang-oai"), "any server with OpenAI's API is `openai`"),
         "openai-chat": "it is `openai` with --endpoint /v1/chat/completions",

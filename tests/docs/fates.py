@@ -36,6 +36,7 @@ Fate = Here | By | Nobody
 _UNIT: Final = "tests/unit/splitserve/"
 _LAUNCHER: Final = _UNIT + "test_launcher.py::"
 _SYSTEM: Final = "tests/system/"
+_HTTP_TOOLS: Final = "tests/unit/coordinator/test_http_tools.py::"
 _CLI: Final = _UNIT + "test_cli.py::"
 _BENCH: Final = "tests/unit/splitserve_bench/"
 _COMPOSE: Final = By("deploy/compose_demo/story.py")
@@ -81,6 +82,7 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
         r"splitserve up (Qwen/Qwen3-Emb|.* --runner)",
         By(_SYSTEM + "test_embeddings.py::test_embeddings_are_those_of_transformers"),
     ),
+    (r"splitserve up MODEL --tool-call-parser", By(_HTTP_TOOLS + "test_calls_and_thoughts_of_a_family")),
     (r"splitserve up MODEL --lora", By(_SYSTEM + "test_lora.py::test_a_mixed_batch")),
     (r"splitserve generate \.\.\. --model", By(_SYSTEM + "test_lora.py::test_the_http_api_server")),
     (r"splitserve up (MODEL )?--mixed", By(_LAUNCHER + "test_a_cluster_of_nodes_that_do_both_serves")),

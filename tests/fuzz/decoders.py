@@ -282,7 +282,7 @@ def answer_text(data: bytes) -> None:
     """What a model writes, in every format of calls: nothing of it is kept back at the end, and it may be anything."""
     text = data.decode(errors="replace")
     for calls in READERS:
-        reader = AnswerFormat(calls, thinks=True).reader(text[:8], {"f"})
+        reader = AnswerFormat(calls, thinks=True).reader(text[:8], {"f": {"properties": {"a": {"type": "integer"}}}})
         for piece in reader.feed(text) + reader.finish():
             piece.text.encode()
 

@@ -231,7 +231,8 @@ def _parsed(request: CompletionFields, requests: list[GenerateRequest]) -> Parse
 def _parsed_chats(
     request: ChatFields, requests: list[GenerateRequest], answer_format: AnswerFormat, offer: Offer | None
 ) -> ParsedRequest:
-    leeway = Leeway(answer_format.thinks, loose=offer.loose if offer is not None else ())
+    loose = offer.loose if offer is not None else ()
+    leeway = Leeway(answer_format.thinks, answer_format.reasoning, loose=loose)
     if offer is not None and offer.held:
         leeway = replace(leeway, calls=answer_format.calls, tools=offer.held, most_calls=offer.most_calls)
     parsed = _parsed(request, requests)

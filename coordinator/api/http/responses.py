@@ -249,8 +249,9 @@ class ChatFormatter(ChoiceFormatter):
         if not self._format.thinks:
             return None
         if index not in self._thoughts:
-            has_begun = ends_thinking(self._tokenizer.end_of(prompt))
-            self._thoughts[index] = ThoughtCounter(self._tokenizer.token_bytes, has_begun=has_begun)
+            reasoning = self._format.reasoning
+            has_begun = ends_thinking(self._tokenizer.end_of(prompt), reasoning)
+            self._thoughts[index] = ThoughtCounter(self._tokenizer.token_bytes, reasoning, has_begun=has_begun)
         self._thoughts[index].add(chunk.token_ids)
         return sum(thoughts.num_tokens for thoughts in self._thoughts.values())
 
@@ -324,11 +325,11 @@ class ChatFormatter(ChoiceFormatter):
     def _new_deltas(self, prompt: list[int]) -> Deltas:
         offer = self.parsed.offer
         forced = offer.forced if offer else None
-        names = offer.names if offer and (forced or self._format.has_calls) else ()
+        tools = offer.tools if offer and (forced or self._format.has_calls) else {}
         is_parallel = offer is None or offer.is_parallel
         reader = self._format.reader(
             self._tokenizer.end_of(prompt),
-            names,
+            tools,
             forced,
             is_held=constraint_of(self._params) is not None,
             keeps_blanks=may_begin_blank(self._params),

@@ -3,7 +3,7 @@ I/O."""
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -13,7 +13,7 @@ from coordinator.api.http.request_models import ChatFields, Function, NamedTool,
 from coordinator.api.validation import bad
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.calls.json_calls import ListReader, NamedReader
-from coordinator.text.calls.reader import MAX_CALLS, CallReader
+from coordinator.text.calls.reader import MAX_CALLS, CallReader, Tools
 from coordinator.text.schemas import with_references
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"  # tool_choice
@@ -21,16 +21,16 @@ AUTO, NONE, REQUIRED = "auto", "none", "required"  # tool_choice
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Tools that an output may call.
+    """Tools that an output may call, each with the JSON schema of its arguments.
 
     With `schema`, the output is JSON of that schema with calls only, which the `forced` reader parses; `loose` names
     the definitions of tools that are not strict, as in Leeway. `held` has every tool with its schema, or an empty
     string for a tool that is not strict, for an output that may have a required format where it calls no tool.
     """
 
-    names: frozenset[str]
+    tools: Tools
     is_parallel: bool = True  # whether several calls are allowed
-    forced: type[CallReader] | None = None
+    forced: Callable[..., CallReader] | None = None
     schema: str = ""
     loose: tuple[str, ...] = ()
     held: tuple[tuple[str, str], ...] = ()
@@ -52,8 +52,9 @@ def offer_of(request: ChatFields, answer_format: AnswerFormat) -> Offer | None:
     if not answer_format.has_calls:
         raise bad("tools", "are not supported: how the model calls them is not known (--tool-call-parser)")
     with _refusing_depth():
-        held = tuple((name, json.dumps(schema_of(each)) if each.strict else "") for name, each in functions.items())
-    return Offer(frozenset(functions), is_parallel, held=held)
+        tools = schemas_of(functions)
+        held = tuple((name, json.dumps(tools[name]) if each.strict else "") for name, each in functions.items())
+    return Offer(tools, is_parallel, held=held)
 
 
 @contextmanager
@@ -69,18 +70,25 @@ def _forced_offer(functions: Mapping[str, Function], choice: str | NamedTool, *,
     if not functions:
         raise bad("tool_choice", "asks for a call, but there are no tools")
     if not isinstance(choice, NamedTool):
-        schema = calls_schema({name: schema_of(each) for name, each in functions.items()}, is_parallel=is_parallel)
+        tools = schemas_of(functions)
+        schema = calls_schema(tools, is_parallel=is_parallel)
         loose = tuple(str(index) for index, each in enumerate(functions.values()) if not each.strict)
-        return Offer(frozenset(functions), is_parallel, ListReader, json.dumps(schema), loose)
+        return Offer(tools, is_parallel, ListReader, json.dumps(schema), loose)
     if (function := functions.get(choice.function.name)) is None:
         raise bad("tool_choice", f"is {shown(choice.function.name)}, which is none of the tools")
     loose = () if function.strict else ("",)
-    return Offer(frozenset({function.name}), False, NamedReader, json.dumps(schema_of(function)), loose)
+    tools = schemas_of({function.name: function})
+    return Offer(tools, False, NamedReader, json.dumps(tools[function.name]), loose)
 
 
 def functions_of(tools: Sequence[Tool]) -> dict[str, Function]:
     """Return the functions by name."""
     return {tool.function.name: tool.function for tool in tools}
+
+
+def schemas_of(functions: Mapping[str, Function]) -> dict[str, dict[str, Any]]:
+    """Return the schemas of the arguments by name."""
+    return {name: schema_of(each) for name, each in functions.items()}
 
 
 def schema_of(function: Function) -> dict[str, Any]:

@@ -4,7 +4,7 @@ tags."""
 import json
 from typing import Final
 
-from coordinator.text.calls.reader import BLANKS, CallReader, Piece, Steps
+from coordinator.text.calls.reader import BLANKS, NAME, CallReader, Piece, Steps
 
 ARGUMENTS: Final = ("arguments", "parameters")
 
@@ -153,7 +153,10 @@ class HermesReader(JsonCallReader):
     def _read(self) -> Steps[None]:
         yield from self._until(HERMES_OPEN)
         while True:
-            if (yield from self._calls((yield from self._solid()))):
+            self._is_opened = True
+            has_calls = yield from self._calls((yield from self._solid()))
+            self._is_opened = False
+            if has_calls:
                 if (yield from self._until(HERMES_CLOSE, HERMES_OPEN)) == HERMES_OPEN:  # the closing tag is missing
                     continue
                 self._held.clear()
@@ -166,17 +169,22 @@ PYTHON_TAG: Final = "<|python_tag|>"
 
 
 class Llama3Reader(JsonCallReader):
-    """Parse calls at the beginning, with or without the tag, then text. Output that begins otherwise is text."""
+    """Parse calls at the beginning, with or without the tag, and after each tag; all else is text."""
 
     offered_only = True
 
     def _read(self) -> Steps[None]:
         char = yield from self._opening(PYTHON_TAG)
-        while char == "{" and (behind := (yield from self._call())):
-            char = behind
-            if char in ";,":
-                self._held.clear()
-                char = yield from self._solid()
+        while True:
+            while char == "{" and (behind := (yield from self._call())):
+                char = behind
+                if char in ";,":
+                    self._held.clear()
+                    char = yield from self._solid()
+            self._is_opened = False
+            yield from self._until(PYTHON_TAG)
+            self._is_opened = True
+            char = yield from self._solid()
 
 
 # Mistral: [TOOL_CALLS] and a JSON list of calls; newer models write [TOOL_CALLS]f{...} for each call, also with
@@ -192,6 +200,7 @@ class MistralReader(JsonCallReader):
     def _read(self) -> Steps[None]:
         while True:
             yield from self._until(MISTRAL_TAG)
+            self._is_opened = True
             char = yield from self._solid()
             if char == "[":
                 yield from self._list()
@@ -199,13 +208,16 @@ class MistralReader(JsonCallReader):
                 yield from self._calls(char)
             else:
                 yield from self._named(char)
+            self._is_opened = False
 
     def _named(self, char: str) -> Steps[None]:
         """Parse a call whose name begins with this character and is followed by its arguments."""
         start = len(self._held) - 1
         while char != "{":
+            name = "".join(self._held[start:]).partition("[")[0].rstrip(BLANKS)
+            if not NAME.fullmatch(name):
+                return
             char = self._take((yield))
-        name = "".join(self._held[start:-1]).partition("[")[0].strip(BLANKS)
         if self._begin(name):
             yield from self._told_object()
             self._end()
@@ -231,7 +243,7 @@ class NamedReader(CallReader):
     """Parse an output that is the arguments of a call of the only tool."""
 
     def _read(self) -> Steps[None]:
-        [name] = self._names
+        [name] = self._tools
         char = yield
         self._begin(name)
         while True:

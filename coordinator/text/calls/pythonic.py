@@ -9,18 +9,30 @@ from coordinator.text.calls.json_calls import PYTHON_TAG
 from coordinator.text.calls.reader import BLANKS, CallReader, Steps
 
 NAMES: Final = {"true": True, "false": False, "null": None}  # JSON literals, which models mix in
+START: Final = "<|python_start|>"  # tags of Llama 4 around the list
+END: Final = "<|python_end|>"
+FAILURES: Final = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # of source that is no literal
 BETWEEN: Final = BLANKS + "._("  # may surround the words of a call's name
 
 
 class PythonicReader(CallReader):
-    """Parse one list of calls at the beginning of an output, then text. Each call is returned when it is complete."""
+    """Parse one list of calls at the beginning of an output, with or without a tag, then text.
+
+    Each call is returned when it is complete.
+    """
 
     offered_only = True
 
     def _read(self) -> Steps[None]:
-        char = yield from self._opening(PYTHON_TAG)
-        if char != "[":
-            return
+        char = yield from self._opening(PYTHON_TAG, START)
+        if char == "[":
+            yield from self._list()
+            if (yield from self._next(END)):
+                self._held.clear()
+        self._is_opened = False
+
+    def _list(self) -> Steps[None]:
+        """Parse the calls of a list after its [."""
         char = ","
         while char == ",":
             call = parse_call((yield from self._source()))
@@ -51,17 +63,33 @@ def parse_call(source: str) -> tuple[str, str] | None:
     """Return the name and the arguments, as a JSON object, of a call with only literal keyword arguments; None
     otherwise."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about unknown escapes
-            call = ast.parse(source, mode="eval").body
+        call = _parsed(source)
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             return None
         values = {keyword.arg: _value(keyword.value) for keyword in call.keywords}
-        arguments = json.dumps(values, ensure_ascii=False, allow_nan=False)
-        arguments.encode()
-        return ast.unparse(call.func), arguments
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return ast.unparse(call.func), _json(values)
+    except FAILURES:
         return None
+
+
+def literal(source: str) -> str | None:
+    """Return a literal of Python as JSON; None for any other text."""
+    try:
+        return _json(_value(_parsed(source)))
+    except FAILURES:
+        return None
+
+
+def _parsed(source: str) -> ast.expr:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about unknown escapes
+        return ast.parse(source, mode="eval").body
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()  # refuses lone surrogates
+    return text
 
 
 def _value(node: ast.expr | None) -> Any:

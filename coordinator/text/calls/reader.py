@@ -6,11 +6,12 @@ call is returned as text, unchanged. Every format has its own reader.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import groupby
-from typing import ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from coordinator.text.stop_strings import StopMatcher
 
@@ -20,8 +21,19 @@ Steps = Generator[None, str, R]
 
 MAX_CALLS: Final = 128  # of one output
 MAX_HELD_CHARS: Final = 2**15
+MAX_UNTOLD_CHARS: Final = 2**10  # of a call that may be cut short; some seconds of output
 NAME: Final = re.compile(r"[\w.:/@$-]{1,128}")
 BLANKS: Final = " \t\r\n"
+
+END: Final = ""  # of the output
+MAX_BLANKS: Final = 64  # between a tag and the tag that shows that it was one
+
+Ends = Mapping[str, Sequence[str]]
+"""Tags that end a text if one of the tags that they map to, or END, follows; blanks may come between. A tag without
+such tags ends it alone."""
+
+Tools = Mapping[str, Mapping[str, Any]]
+"""JSON schemas of the arguments of the tools that an output may call, by name."""
 
 
 class Kind(Enum):
@@ -42,26 +54,33 @@ class Piece:
 
 
 class CallReader(ABC):
-    """Parse one output that may call the tools in `names`.
+    """Parse one output that may call the tools in `tools`.
 
     With `is_held`, the output has a required format or is calls: only a name followed by an object of arguments is a
     call, and anything else that looks like a call belongs to the format.
 
-    Blanks before calls, and at the end of an output with calls, are left out. Calls beyond MAX_CALLS are text, and so
-    is all text after more than MAX_HELD_CHARS of a possible call. Arguments are returned as the model wrote them, even
-    if the output was cut short.
+    A call is returned when it is complete, or when it has more than MAX_UNTOLD_CHARS; from then on, and from the start
+    with `is_forced`, its arguments are returned as they come. A call that the end of the output cuts short before that
+    is left out with its markup. Blanks before calls, and at the end of an output with calls, are left out unless
+    `keeps_blanks` is set. Calls beyond MAX_CALLS are text, and so is all text after more than MAX_HELD_CHARS of a
+    possible call.
     """
 
-    offered_only: ClassVar[bool] = False  # calls of tools outside `names` are text
+    offered_only: ClassVar[bool] = False  # calls of tools outside `tools` are text
+    keeps_blanks: bool = False
 
-    def __init__(self, names: Collection[str], *, is_held: bool = False) -> None:
-        self._names = names
+    def __init__(self, tools: Tools, *, is_held: bool = False, is_forced: bool = False) -> None:
+        self._tools = tools
         self._is_held = is_held
+        self._is_forced = is_forced
         self._pieces: list[Piece] = []
         self._held: list[str] = []  # characters that have been read and are not decided yet
         self._last = ""  # the last character taken
+        self._called = ""  # name of the last call
         self._num_calls = 0
+        self._is_opened = False  # a tag has begun what may be calls
         self._is_in_call = False
+        self._is_untold = False  # the current call may still be cut short
         self._lacks_arguments = False
         self._tells_arguments = False  # characters taken are arguments, and not held
         self._steps = self._to_the_end()
@@ -78,9 +97,12 @@ class CallReader(ABC):
     def finish(self) -> list[Piece]:
         """Return the remaining pieces, when the text has ended."""
         self._steps.close()
-        if self._is_in_call:  # and was cut short
+        if self._is_in_call or self._is_opened:  # and was cut short
             self._held.clear()
-        if not self._num_calls or "".join(self._held).strip(BLANKS):
+        if self._is_untold:
+            self._pieces = self._pieces[: _last_call(self._pieces)]
+            self._is_untold = False
+        if not self._num_calls or self.keeps_blanks or "".join(self._held).strip(BLANKS):
             self._release()
         return self._told()
 
@@ -99,6 +121,7 @@ class CallReader(ABC):
 
     def _give_up(self) -> None:
         self._steps.close()
+        self._is_opened = False
         if self._is_in_call:
             self._end()
         self._steps = self._plain()
@@ -125,12 +148,14 @@ class CallReader(ABC):
 
     def _begin(self, name: str) -> bool:
         """Begin a call of this name in place of the held characters. Returns False if no such call is possible."""
-        is_offered = name in self._names or not self.offered_only
+        is_offered = name in self._tools or not self.offered_only
         if not is_offered or not NAME.fullmatch(name) or self._num_calls == MAX_CALLS:
             return False
         self._tell(Kind.CALL, name)
+        self._called = name
         self._num_calls += 1
         self._is_in_call = self._lacks_arguments = True
+        self._is_untold = not self._is_forced
         self._held.clear()
         return True
 
@@ -143,17 +168,17 @@ class CallReader(ABC):
         """End the current call."""
         if self._lacks_arguments:
             self._argue("{}")
-        self._is_in_call = self._tells_arguments = False
+        self._is_in_call = self._tells_arguments = self._is_untold = False
 
     def _told(self) -> list[Piece]:
-        """Return the pieces, with adjacent ones of a kind joined."""
-        told: list[Piece] = []
-        for kind, same in groupby(self._pieces, lambda piece: piece.kind):
-            if kind is Kind.CALL:
-                told += same
-            elif text := "".join(piece.text for piece in same):
-                told.append(Piece(kind, text))
-        self._pieces.clear()
+        """Return the pieces before a call that may be cut short, with adjacent ones of a kind joined."""
+        told, self._pieces = _joined(self._pieces), []
+        if self._is_untold:
+            start = _last_call(told)
+            if sum(len(piece.text) for piece in told[start:]) > MAX_UNTOLD_CHARS:
+                self._is_untold = False
+            else:
+                told, self._pieces = told[:start], told[start:]
         return told
 
     # ---- steps that formats share ----
@@ -175,6 +200,8 @@ class CallReader(ABC):
         except GeneratorExit:
             self._say(matcher.flush())
             raise
+        if self.keeps_blanks:
+            self._release()
         self._held.append(matcher.matched)
         return matcher.matched
 
@@ -187,15 +214,16 @@ class CallReader(ABC):
             self._tell(Kind.TEXT, words)
             self._held = [*whole[len(words) :]]
 
-    def _opening(self, tag: str) -> Steps[str]:
-        """Read the first solid character of the output, after the tag if the output begins with it; empty for an
-        incomplete tag."""
+    def _opening(self, *tags: str) -> Steps[str]:
+        """Read the first solid character of the output, after one of the tags if the output begins with it; empty for
+        an incomplete tag."""
         char = yield from self._solid()
-        if char != tag[0]:
-            return char
-        for expected in tag[1:]:
-            if self._take((yield)) != expected:
-                return ""
+        text = char
+        while text not in tags:
+            if not any(tag.startswith(text) for tag in tags):
+                return char if text == char else ""
+            text += self._take((yield))
+        self._is_opened = True
         return (yield from self._solid())
 
     def _solid(self) -> Steps[str]:
@@ -211,3 +239,69 @@ class CallReader(ABC):
             if char == "\\":
                 self._take((yield))
         return "".join(self._held[start:-1])
+
+    def _find(self, tags: Sequence[str], most: int = MAX_HELD_CHARS) -> Steps[str]:
+        """Hold text up to one of the tags, and return the tag; empty after more than `most` other characters."""
+        text = ""
+        longest = max(map(len, tags))
+        for _ in range(most + longest):
+            text = (text + self._take((yield)))[-longest:]
+            if tag := next(filter(text.endswith, tags), ""):
+                return tag
+        return ""
+
+    def _next(self, *tags: str) -> Steps[str]:
+        """Hold blanks and one of the tags, and return the tag; empty if anything else comes."""
+        text = yield from self._solid()
+        while any(tag.startswith(text) for tag in tags):
+            if text in tags:
+                return text
+            text += self._take((yield))
+        return ""
+
+    def _text_until(self, ends: Ends, tell: Callable[[str], None], at_end: Callable[[], None]) -> Steps[str]:
+        """Pass on text up to one of the ends. Returns the tag that follows, or the end itself if it needs none.
+
+        `at_end` is called if the output ends after one of the ends that END may follow.
+        """
+        matcher, again = StopMatcher([*ends]), deque[str]()
+        while True:
+            try:
+                tell(matcher.feed(again.popleft() if again else (yield)))
+            except GeneratorExit:
+                tell(matcher.flush())
+                raise
+            if (tag := matcher.matched) is None:
+                continue
+            if not ends[tag]:
+                return tag
+            matcher, ahead = StopMatcher([*ends]), ""
+            while len(ahead) < MAX_BLANKS and any(each.startswith(ahead.lstrip(BLANKS)) for each in ends[tag]):
+                if (followed := ahead.lstrip(BLANKS)) and followed in ends[tag]:
+                    return followed
+                try:
+                    ahead += again.popleft() if again else (yield)
+                except GeneratorExit:
+                    if END in ends[tag] and not ahead.strip(BLANKS):
+                        at_end()
+                    else:
+                        tell(tag + ahead)
+                    raise
+            tell(tag[0])  # it was text; what follows it may be an end
+            again.extendleft(reversed(tag[1:] + ahead))
+
+
+def _last_call(pieces: list[Piece]) -> int:
+    """Return the index of the piece that begins the last call."""
+    return max(index for index, piece in enumerate(pieces) if piece.kind is Kind.CALL)
+
+
+def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return the pieces, with adjacent ones of a kind joined."""
+    joined: list[Piece] = []
+    for kind, same in groupby(pieces, lambda piece: piece.kind):
+        if kind is Kind.CALL:
+            joined += same
+        elif text := "".join(piece.text for piece in same):
+            joined.append(Piece(kind, text))
+    return joined

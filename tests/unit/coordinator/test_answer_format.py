@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.text.answer_format import PLAIN, READERS, AnswerFormat, answer_format
+from coordinator.text.answer_format import PLAIN, READERS, TAGS, AnswerFormat, answer_format
 from coordinator.text.calls.json_calls import ListReader, NamedReader
 from coordinator.text.calls.pythonic import parse_call
-from coordinator.text.calls.reader import MAX_CALLS, MAX_HELD_CHARS, Kind
+from coordinator.text.calls.reader import MAX_CALLS, MAX_HELD_CHARS, MAX_UNTOLD_CHARS, Kind
 from coordinator.text.reasoning import ThoughtCounter
 
 # What the templates of models have, in their own words.
@@ -23,13 +23,18 @@ WORDS = {
     ],
     "mistral": ['{{- "[TOOL_CALLS] [" }}'],
     "pythonic": ["[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]"],
-    "none": [
-        "",
-        "<|im_start|>{{ message.role }}",
-        "<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>",
-        "<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>",
-        "<tool_calls>\\n<tool_call>",
-    ],
+    "qwen3_xml": ["<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>"],
+    "glm45": ["<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>"],
+    "glm47": ["<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>"],
+    "kimi_k2": ["{{- '<|tool_calls_section_begin|>' -}}"],
+    "kimi_k3": ['<|open|>message role="assistant"<|sep|>'],
+    "deepseek_v3": ["'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['name'] + '\\n' + '```json'"],
+    "deepseek_v31": ["'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['name'] + '<｜tool▁sep｜>'"],
+    "deepseek_v32": ["<｜DSML｜function_calls>"],
+    "deepseek_v4": ["<｜DSML｜tool_calls>"],
+    "deepseek_v41": ["<｜DSML｜ calls>"],
+    "gemma4": ["{{- '<|tool_call>call:' + function['name'] + '{' -}}"],
+    "none": ["", "<|im_start|>{{ message.role }}", "<tool_calls>\\n<tool_call>"],
 }
 
 
@@ -48,8 +53,28 @@ def test_a_template_tells_whether_the_model_thinks():
     assert answer_format("auto", "think", "").thinks
 
 
-def read_thoughts(pieces, prompt_end="<|assistant|>", calls="hermes", names=()):
-    reader = AnswerFormat(calls, thinks=True).reader(prompt_end, names)
+def test_harmony_is_known_by_its_channels_and_thinks_in_one_of_them():
+    found = answer_format("auto", "none", "<|start|>assistant<|channel|>final<|message|>")
+    assert found == AnswerFormat("openai", thinks=True, reasoning="openai_gptoss")
+
+
+@pytest.mark.parametrize(("name", "words"), [("mistral", "[/THINK]"), ("gemma4", "<channel|>"), ("think", "</think>")])
+def test_the_tags_of_thoughts_are_those_of_the_template(name, words):
+    found = answer_format("none", "auto", f"{{{{ x }}}}{words}")
+    assert found.thinks
+    assert found.reasoning == name
+    assert answer_format("none", name, "") == AnswerFormat(thinks=True, reasoning=name)
+
+
+@pytest.mark.parametrize(
+    ("vllms", "ours"), [("qwen3_coder", "qwen3_xml"), ("llama3_json", "llama3"), ("llama4_pythonic", "pythonic")]
+)
+def test_parsers_have_the_names_of_vllm_too(vllms, ours):
+    assert answer_format(vllms, "deepseek_r1", "") == AnswerFormat(ours, thinks=True)
+
+
+def read_thoughts(pieces, prompt_end="<|assistant|>", calls="hermes", tools=None):
+    reader = AnswerFormat(calls, thinks=True).reader(prompt_end, tools or {})
     told = {Kind.REASONING: "", Kind.TEXT: "", Kind.CALL: "", Kind.ARGUMENTS: ""}
     for piece in [each for text in pieces for each in reader.feed(text)] + reader.finish():
         told[piece.kind] += piece.text
@@ -57,9 +82,11 @@ def read_thoughts(pieces, prompt_end="<|assistant|>", calls="hermes", names=()):
 
 
 ANSWERS = [
-    ("<think>\nHm.\n</think>\n\nYes. \n", "", ("Hm.\n", "Yes. \n", "", "")),
+    ("<think>\nHm.\n</think>\n\nYes. \n", "", ("Hm.", "Yes. \n", "", "")),
     ("\n<think></think>Yes", "", ("", "Yes", "", "")),
-    ("Hm.\n</think>\n\nYes", "<|assistant|><think>\n", ("Hm.\n", "Yes", "", "")),
+    ("Hm.\n</think>\n\nYes", "<|assistant|><think>\n", ("Hm.", "Yes", "", "")),
+    ("Hm.\n" + " " * 100 + "</think>Yes", "<think>", ("Hm.\n" + " " * 36, "Yes", "", "")),
+    ("<think>Hm. \n", "", ("Hm. \n", "", "", "")),
     ("Yes", "<|assistant|><think>\n\n</think>\n\n", ("", "Yes", "", "")),
     ("Yes <think>no</think>", "", ("", "Yes <think>no</think>", "", "")),
     ("<think>Hm. </thin", "", ("Hm. </thin", "", "", "")),
@@ -74,7 +101,9 @@ ANSWERS = [
 @pytest.mark.parametrize(("answer", "prompt_end", "expected"), ANSWERS)
 def test_thoughts_and_the_answer_behind_them(answer, prompt_end, expected):
     assert (
-        read_thoughts([answer], prompt_end, names={"f"}) == read_thoughts(answer, prompt_end, names={"f"}) == expected
+        read_thoughts([answer], prompt_end, tools={"f": {}})
+        == read_thoughts(answer, prompt_end, tools={"f": {}})
+        == expected
     )
 
 
@@ -110,20 +139,21 @@ def test_the_tokens_of_thoughts_are_counted_with_their_tags(answer, has_begun, n
 
 
 def test_a_model_that_does_not_think_has_its_tags_in_the_text():
-    reader = PLAIN.reader("<think>", ())
+    reader = PLAIN.reader("<think>", {})
     assert [piece.text for piece in reader.feed("<think>a</think>")] == ["<think>a</think>"]
 
 
 # ---- calls of tools ----
 
 ALL_READERS = {**READERS, "list": ListReader, "named": NamedReader}
-NAMES = {"f", "weather", "a.b"}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = {"f": {}, "weather": CITY, "a.b": {}}
 PARIS = {"city": "Paris"}
 
 
 def read_calls(form, *pieces):
     """The text, and the calls with their arguments as they are written."""
-    reader, text, calls = ALL_READERS[form](NAMES if form != "named" else {"f"}), "", []
+    reader, text, calls = ALL_READERS[form](TOOLS if form != "named" else {"f": {}}, is_forced=form == "named"), "", []
     for told in [*map(reader.feed, pieces), reader.finish()]:
         for piece in told:
             match piece.kind:
@@ -181,6 +211,46 @@ TEXTS = [
     ("pythonic", ' [weather(city="Paris"), f(a=-1.5, b=[1, (2,)], c={"k": None}, d=true, e=")]")]\n', "",
      [("weather", PARIS), ("f", {"a": -1.5, "b": [1, [2]], "c": {"k": None}, "d": True, "e": ")]"})]),
     ("pythonic", "<|python_tag|>[a.b()] Done.", " Done.", [("a.b", {})]),
+    # ---- tags of families
+    ("openai", '<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|>So <|end|> it is.',
+     "So <|end|> it is.", []),
+    ("openai", ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>'
+     '<|start|>assistant<|channel|>commentary<|message|>And <|end|>', "And ", [("weather", PARIS)]),
+    ("openai", "Hello, <|channel|>", "Hello, <|channel|>", []),
+    ("deepseek_v3", 'So: <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n'
+     '{"city": "Paris"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```'
+     '<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "So: ", [("weather", PARIS), ("f", {})]),
+    ("deepseek_v31", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "<｜tool▁call▁end｜>"}'
+     '<｜tool▁call▁end｜><｜tool▁calls▁end｜> So.', " So.", [("f", {"a": "<｜tool▁call▁end｜>"})]),
+    *(
+        (form, f'\n\n<｜DSML｜{gap}{calls}>\n<｜DSML｜{gap}invoke name="weather">\n<｜DSML｜{gap}parameter name="city" '
+         f'string="true">Paris</｜DSML｜{gap}parameter>\n</｜DSML｜{gap}invoke>\n<｜DSML｜{gap}invoke name="f">\n'
+         f'<｜DSML｜{gap}parameter name="a" string="false">[1, "x"]</｜DSML｜{gap}parameter>\n</｜DSML｜{gap}invoke>\n'
+         f'</｜DSML｜{gap}{calls}>', "", [("weather", PARIS), ("f", {"a": [1, "x"]})])
+        for form, calls, gap in [("deepseek_v32", "function_calls", ""), ("deepseek_v4", "tool_calls", ""),
+                                 ("deepseek_v41", "calls", " ")]
+    ),
+    ("gemma4", '<|tool_call>call:f{a b:{c:[1,<|"|>}"<|"|>,[]],d:{}},e:no word,f:true}<tool_call|> So.', " So.",
+     [("f", {"a b": {"c": [1, '}"', []], "d": {}}, "e": "no word", "f": True})]),
+    ("gemma4", '<|tool_call>call:f{,a:1,,b:[,2,],}<tool_call|>', "", [("f", {"a": 1, "b": [2]})]),
+    *(
+        (form, f"<tool_call>weather{gap}<arg_key>city</arg_key>{gap}<arg_value>Paris</arg_value>{gap}</tool_call>"
+         f"{gap}<tool_call>f{gap}</tool_call>", "", [("weather", PARIS), ("f", {})])
+        for form, gap in [("glm45", "\n"), ("glm47", "")]
+    ),
+    ("glm47", "The tag <tool_call> begins it", "The tag <tool_call> begins it", []),
+    ("glm47", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value> and <arg_key>b</arg_key>"
+     "<arg_value>{'x': None}</arg_value></tool_call>", "",
+     [("f", {"a": "1</arg_value> and <arg_key>b</arg_key><arg_value>{'x': None}"})]),
+    ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": {}}'
+     '<|tool_call_end|><|tool_calls_section_end|>', "", [("f", {"a": {}})]),
+    ("kimi_k3", 'Hi.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument '
+     'key="a&lt;" type="number"<|sep|>1<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+     '<|close|>message<|sep|>', "Hi.", [("f", {"a<": 1})]),
+    ("qwen3_xml", "So.\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n"
+     "</tool_call>\n<tool_call>\n<function=f>\n<parameter=a>\n[1]\n</parameter>\n<parameter=b>\n</parameter> x\n"
+     "</parameter>\n</function>\n</tool_call>", "So.", [("weather", PARIS), ("f", {"a": [1], "b": "</parameter> x"})]),
+    ("qwen3_xml", "The tag <tool_call> begins", "The tag <tool_call> begins", []),
     # ---- answers that are held to calls
     ("list", '[{"name": "weather", "parameters": {"city": "Paris"}}, {"name": "f", "parameters": {}}]', "",
      [("weather", PARIS), ("f", {})]),
@@ -203,7 +273,6 @@ NO_CALLS = [
     "a < b <tool_cal",
     '<tool_call>\n{"nom": "f"}</tool_call>',
     "<tool_call>weather</tool_call> ",
-    "<tool_call>{",
     '{"name": "Mary", "parameters": {"age": 3}}',
     '{"answer": 42}',
     "[1] says: [weather] and [2]",
@@ -218,14 +287,20 @@ NO_CALLS = [
 
 @pytest.mark.parametrize("form", READERS)
 def test_what_is_no_call_is_text_to_the_letter(form):
-    for text in NO_CALLS:
+    calls_of_glm = "<tool_call>weather</tool_call> "
+    for text in NO_CALLS if not form.startswith("glm") else [each for each in NO_CALLS if each != calls_of_glm]:
         assert read_calls(form, *text) == read_calls(form, text) == (text, [])
 
 
 FRAGMENTS = st.sampled_from(
     ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": "f", "arguments": ', '{"name":"f"}',
      '{"a": "}]\\"{"}', "{}", "}", "{", "[", "]", "(", ")", '"', "'", "\\", ",", ";", ":", " ", "\n", "f", "f(a=1)",
-     "weather", "city=", "x", "😀", "null", '"parameters": ', "[ARGS]"]
+     "weather", "city=", "x", "😀", "null", '"parameters": ', "[ARGS]",
+     "<function=f>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>",
+     "</arg_value>", '<|"|>', "<|tool_call>call:f{", "<tool_call|>", "a:", "<|channel|>", "<|message|>", "<|end|>",
+     "<|start|>", "<|open|>", "<|close|>", "<|sep|>", "response", "<｜DSML｜", "</｜DSML｜", "invoke", "parameter",
+     ' name="f"', ">",
+     "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "```"]
 )  # fmt: skip
 
 
@@ -239,14 +314,48 @@ def test_however_a_text_is_cut_the_calls_are_the_same(form, data):
     assert read_calls(form, *pieces) == read_calls(form, *text) == read_calls(form, text)
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
-def test_arguments_are_told_as_they_come_and_where_the_answer_is_cut_short_they_are(form):
-    begin = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS] [", "llama3": ""}[form]
-    assert read_calls(form, f'{begin}{{"name": "f", "arguments": {{"city": "Par') == ("", [["f", '{"city": "Par']])
-    assert read_calls(form, f'{begin}{{"name": "f", "argu') == ("", [["f", ""]])
-    reader = READERS[form](NAMES)
-    told = reader.feed(f'{begin}{{"name": "f", "arguments": {{"city"')
-    assert [(piece.kind, piece.text) for piece in told] == [(Kind.CALL, "f"), (Kind.ARGUMENTS, '{"city"')]
+BEGUN = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', '{"a": "'),
+    ("llama3", '{"name": "f", "parameters": {"a": "', '{"a": "'),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "', '{"a": "'),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "', '{"a": "'),
+    ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": "',
+     '{"a": "'),
+    ("openai", ' to=functions.f<|channel|>commentary json<|message|>{"a": "', '{"a": "'),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>', '{"a": "'),
+    ("qwen3_xml", "<tool_call>\n<function=weather>\n<parameter=city>\n", '{"city": "'),
+    ("glm47", "<tool_call>weather<arg_key>city</arg_key><arg_value>", '{"city": "'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "begin", "arguments"), BEGUN)
+def test_a_call_that_is_cut_short_is_none_and_long_arguments_come_as_they_are_written(form, begin, arguments):
+    for end in range(len(begin) - len('{"name": "f"}'), len(begin)):
+        text, calls = read_calls(form, begin[:end])
+        assert calls == []
+        assert text in ("", begin[:end])
+    for text in "Par", "x" * MAX_UNTOLD_CHARS:
+        reader = READERS[form](TOOLS)
+        told = [(piece.kind, piece.text) for piece in reader.feed(begin + text)]
+        if len(text) < MAX_UNTOLD_CHARS:
+            assert told == reader.finish() == []
+        else:
+            assert told == [(Kind.CALL, told[0][1]), (Kind.ARGUMENTS, arguments + text)]
+            assert [(piece.kind, piece.text) for piece in reader.feed("yz")] == [(Kind.ARGUMENTS, "yz")]
+            assert reader.finish() == []
+
+
+@pytest.mark.parametrize(("form", "begin", "arguments"), BEGUN)
+def test_a_call_that_has_to_come_is_told_from_its_beginning(form, begin, arguments):
+    told = READERS[form](TOOLS, is_forced=True).feed(begin + "Par")
+    assert [piece.kind for piece in told] == [Kind.CALL, Kind.ARGUMENTS]
+    assert told[1].text == arguments + "Par"
+
+
+def test_a_tag_with_nothing_behind_it_is_no_text():
+    for form, tag in TAGS.items():
+        assert read_calls(form, f"Hm.{tag}") == ("Hm.", [])
+    assert read_calls("hermes", "<tool_call>{") == ("", [])
 
 
 def test_calls_beyond_the_limit_are_text():
@@ -256,10 +365,15 @@ def test_calls_beyond_the_limit_are_text():
 
 @pytest.mark.parametrize(
     ("form", "begin"),
-    [("hermes", '<tool_call>{"name": "'), ("llama3", '{"x": ['), ("mistral", "[TOOL_CALLS]"), ("pythonic", "[f(a='")],
+    [
+        ("hermes", '<tool_call>{"name": "'),
+        ("llama3", '{"x": ['),
+        ("mistral", '[TOOL_CALLS] [{"name": "'),
+        ("pythonic", "[f(a='"),
+    ],
 )
 def test_what_is_held_has_a_limit_and_then_is_text(form, begin):
-    reader, text = READERS[form](NAMES), begin + "x" * MAX_HELD_CHARS
+    reader, text = READERS[form](TOOLS), begin + "x" * MAX_HELD_CHARS
     told = "".join(piece.text for piece in reader.feed(text))
     assert text.startswith(told)
     assert told

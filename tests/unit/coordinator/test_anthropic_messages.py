@@ -56,7 +56,7 @@ def told(block):
 
 
 BLOCKS = [
-    {"type": "thinking", "thinking": "Hm.\n"},
+    {"type": "thinking", "thinking": "Hm."},
     {"type": "text", "text": "Let me see."},
     {"type": "tool_use", "name": "weather", "input": {"city": "Paris"}},
     {"type": "tool_use", "name": "weather", "input": {"city": "Rome"}},

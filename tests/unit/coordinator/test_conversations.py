@@ -70,8 +70,9 @@ def test_tools_go_to_the_template_as_they_came_and_are_offered():
         ["z", "a"]
     )
     held = (("weather", json.dumps(PARAMETERS)), ("f", ""))
-    assert call_of_tools.offer == Offer(frozenset({"weather", "f"}), is_parallel=False, held=held)
-    assert asked(tools=[F], tool_choice="auto").offer == Offer(frozenset({"f"}), held=(("f", ""),))
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    assert call_of_tools.offer == Offer({"weather": PARAMETERS, "f": nothing}, is_parallel=False, held=held)
+    assert asked(tools=[F], tool_choice="auto").offer == Offer({"f": nothing}, held=(("f", ""),))
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [F], "tool_choice": "none"}, {"tool_choice": "auto"}])

@@ -74,7 +74,7 @@ def read(text, calls, *, thinks=False, prompt_end="", **params):
     """What each kind of piece says, and the arguments of each call."""
     keeps_blanks = may_begin_blank(SamplingParams(**params))
     reader = AnswerFormat(calls, thinks=thinks).reader(
-        prompt_end, NAMES if calls != "none" else (), is_held=True, keeps_blanks=keeps_blanks
+        prompt_end, {name: {} for name in NAMES} if calls != "none" else {}, is_held=True, keeps_blanks=keeps_blanks
     )
     told = {Kind.REASONING: "", Kind.TEXT: ""}
     called = []
@@ -203,9 +203,9 @@ def test_what_cannot_be_enforced_of_a_strict_tool_names_the_tools(structures):
 
 THOUGHTS = [
     ("", '{"a": "x"}', ("", '{"a": "x"}', [])),
-    ("", '<think>\nHm {"a"\n</think>\n\n{"a": "x"}', ('Hm {"a"\n', '{"a": "x"}', [])),
+    ("", '<think>\nHm {"a"\n</think>\n\n{"a": "x"}', ('Hm {"a"', '{"a": "x"}', [])),
     ("", f"<think>Hm</think>{CALLS['hermes'][0]}", ("Hm", "", [("f", {"a": 1})])),
-    ("<think>\n", 'Hm </thin\n</think>\n\n{"a": "x"}', ("Hm </thin\n", '{"a": "x"}', [])),
+    ("<think>\n", 'Hm </thin\n</think>\n\n{"a": "x"}', ("Hm </thin", '{"a": "x"}', [])),
     ("<think>", '</think>{"a": "x"}', ("", '{"a": "x"}', [])),
     ("<think>\n\n</think>\n\n", '{"a": "x"}', ("", '{"a": "x"}', [])),
 ]

@@ -53,7 +53,7 @@ def test_a_whole_response_and_the_conversation_that_goes_on(tmp_path):
             assert "<|system|>Be brief." in prompt
             assert (reply.status, reply.output_text, reply.metadata) == ("completed", "Let me see.", {"a": "b"})
             thoughts, message, first, second = reply.output
-            assert [part.text for part in thoughts.content] == ["Hm.\n"]
+            assert [part.text for part in thoughts.content] == ["Hm."]
             assert (message.role, message.status) == ("assistant", "completed")
             assert [(call.name, call.arguments) for call in (first, second)] == [("weather", PARIS), ("weather", ROME)]
             assert first.call_id != second.call_id

@@ -37,12 +37,12 @@ def answers(draw):
     """Parts of an answer, and the chunks in which it comes: thoughts, then texts and calls in any order."""
     kinds = draw(st.lists(st.sampled_from([TEXT, CALL]), min_size=1, max_size=5))
     kinds = [kind for last, kind in itertools.pairwise([CALL, *kinds]) if CALL in (last, kind)]  # no two texts in a row
-    parts = [(THOUGHT, "Hm.\n")] if draw(st.booleans()) else []
+    parts = [(THOUGHT, "Hm.")] if draw(st.booleans()) else []
     parts += [
         (kind, f"1<<{index}." if kind == TEXT else json.dumps({"city": str(index)})) for index, kind in enumerate(kinds)
     ]
     written = "".join(
-        {TEXT: text, CALL: weather_call(text), THOUGHT: f"<think>\n{text}</think>\n\n"}[kind] for kind, text in parts
+        {TEXT: text, CALL: weather_call(text), THOUGHT: f"<think>\n{text}\n</think>\n\n"}[kind] for kind, text in parts
     )
     most_cuts = draw(st.sampled_from([0, 2, 40]))
     cuts = sorted(draw(st.sets(st.integers(1, len(written)), max_size=most_cuts)))
