@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from coordinator.text import reasoning
 from coordinator.text.calls import harmony
-from coordinator.text.calls.harmony import HarmonyReader
+from coordinator.text.calls.harmony import HARMONY, HarmonyReader
 from coordinator.text.calls.json_calls import (
     HERMES_CLOSE,
     HERMES_OPEN,
@@ -17,14 +17,13 @@ from coordinator.text.calls.json_calls import (
     Llama3Reader,
     MistralReader,
 )
-from coordinator.text.calls.markup import MARKUPS, MarkupReader
+from coordinator.text.calls.markup import MARKUPS, TOKEN, MarkupReader
 from coordinator.text.calls.pythonic import PythonicReader
 from coordinator.text.calls.reader import BLANKS, CallReader, Kind, Piece, Tools
 from coordinator.text.reasoning import THINK, ReasoningReader, Thoughts
 
 AUTO, NONE = "auto", "none"
 UNTOLD: Final = "hermes"  # the format that a model is told to use when its chat template has none
-HARMONY: Final = "openai"
 HARMONYS_THOUGHTS: Final = "openai_gptoss"
 READERS: Final[Mapping[str, Callable[..., CallReader]]] = {
     "hermes": HermesReader,
@@ -41,6 +40,15 @@ TAGS: Final = {  # of calls that may stand anywhere in an output
 }
 WITH_CHANNELS: Final = (HARMONY, *(name for name, markup in MARKUPS.items() if markup.dropped))
 """Formats with markup around plain text too, which is parsed whether or not there are tools."""
+
+OPENINGS: Final = {**TAGS, HARMONY: harmony.CHANNEL, "kimi_k3": "<|open|>"}
+"""Tags with which calls begin, of which there is no text."""
+
+ANSWERS: Final = {
+    HARMONY: ("<|channel|>final<|message|>", ""),
+    "kimi_k3": ("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+}
+"""Markup before and after an output's text, by format of calls."""
 
 CALLS_ALIASES: Final = {
     "glm4_moe": "glm45",
@@ -81,7 +89,6 @@ _CALLS: Final = {
 }
 _OTHERS: Final = re.compile(r"<tool_calls>")  # formats whose tags enclose hermes'
 _TOOLS: Final = re.compile(r"\btools\b")  # the variable of a template
-_TOKEN: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|｜DSML｜")  # what may be a special token
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,7 @@ class AnswerFormat:
             words += " ".join(harmony.TAGS)
         elif self.calls == "hermes":
             words += f"{HERMES_OPEN} {HERMES_CLOSE}"
-        return tuple(dict.fromkeys(_TOKEN.findall(words)))
+        return tuple(dict.fromkeys(TOKEN.findall(words)))
 
     def reader(
         self,
@@ -141,7 +148,7 @@ class AnswerFormat:
             thoughts = ReasoningReader(self.reasoning, has_begun=has_begun, keeps_blanks=keeps_blanks)
         calls: Reader | None = None
         if forced is not None:
-            calls = forced(tools, is_forced=True)
+            calls = forced(tools, is_held=True, is_forced=True)
         elif tools or self.calls in WITH_CHANNELS:
             calls = READERS[self.calls](tools, is_held=is_held)
             if is_held and (tag := TAGS.get(self.calls)):

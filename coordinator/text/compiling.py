@@ -17,19 +17,18 @@ from typing import Any, Final
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from coordinator.text import reasoning
-from coordinator.text.answer_format import TAGS
+from coordinator.text.answer_format import ANSWERS, OPENINGS
 from coordinator.text.answering import answer_lines, line
-from coordinator.text.calls.rules import BLANKS, Tag, rules
+from coordinator.text.calls.parameters import Tag, pattern, spelled, text_until
+from coordinator.text.calls.rules import BLANKS, NO_RULES, Tool, rules
 from coordinator.text.constraints import FREE, NO_LEEWAY, Asked, Leeway, may_begin_blank, to_grammar, unspelled_bytes
-from coordinator.text.enforceable import Unenforceable, freed, loosened, read_schema
+from coordinator.text.enforceable import Unenforceable, freed, loosened, parse_schema, read_schema
 from coordinator.text.reasoning import Thoughts
 from coordinator.text.schemas import of_schema
 from serving_core.errors import RequestError
 from serving_core.grammars import LIMITS, Grammars
 
 # ---- Grammar of an output with thoughts before its format, and tool calls in its place ----
-
-ANY: Final = '{"type": "object"}'
 
 
 def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int]) -> str:
@@ -42,25 +41,46 @@ def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int]) -> str:
     def tag(text: str) -> str:
         return f"<[{special[text]}]>" if text in special else json.dumps(text)
 
-    tools, thoughts = asked.leeway.tools, asked.thoughts
-    arguments = {name: f"@arguments{index}" if schema else "@object" for index, (name, schema) in enumerate(tools)}
-    calls = rules(asked.leeway.calls, arguments, tag, asked.leeway.most_calls) if arguments else ""
-    if not calls and thoughts is Thoughts.NONE:
+    leeway, thoughts, tools = asked.leeway, asked.thoughts, list(_tools(asked))
+    calls, schemas = NO_RULES
+    if tools:
+        calls, schemas = rules(leeway.calls, tools, tag, leeway.most_calls, closes_objects=asked.closes_objects)
+    if not calls and thoughts is Thoughts.NONE and leeway.calls not in ANSWERS:
         return grammar
     [_, form] = json.loads(grammar)["grammars"]
-    around = reasoning.TAGS[asked.leeway.reasoning]
-    openings = [around.open] if thoughts is Thoughts.POSSIBLE else []
-    openings += [TAGS[asked.leeway.calls]] if calls and asked.leeway.calls in TAGS else []
+    tags = reasoning.TAGS[leeway.reasoning]
+    openings = [tags.open] if thoughts is Thoughts.POSSIBLE else []
+    openings += [OPENINGS[leeway.calls]] if calls and leeway.calls in OPENINGS else []
     if asked.kind == "regex" and openings:
         form = {"name": "form", "lark_grammar": _beginning_otherwise(form["lark_grammar"], openings)}
     is_next = may_begin_blank(asked.kind, asked.value)  # to the thoughts; otherwise the blanks would be ambiguous
-    start = f"start: {_before(thoughts, is_next)}{_either(is_next) if calls else '@form'}\n"
-    lark = FREE + start + _thoughts(thoughts, around, tag) + calls + BLANKS
-    schemas = {place: schema or ANY for place, (_, schema) in zip(arguments.values(), tools, strict=True)}
-    places = set(re.findall(r"@\w+", calls)) & schemas.keys()
-    named = {place: read_schema(schemas[place], closes_objects=asked.closes_objects) for place in places}
-    others = [{**of_schema(schema, asked.whitespace), "name": place[1:]} for place, schema in sorted(named.items())]
-    return json.dumps({"grammars": [{"lark_grammar": lark}, form, *others]})
+    answer = _answer(leeway.calls, tag)
+    if calls:
+        answer = "calls" if leeway.must_call else _either(answer, is_next)
+    lark = f"{FREE}start: {_before(thoughts, is_next)}{answer}\n{_thoughts(thoughts, tags, tag)}{calls}{BLANKS}"
+    named = {place: read_schema(schemas[place], closes_objects=asked.closes_objects) for place in sorted(schemas)}
+    others = [{**of_schema(schema, asked.whitespace), "name": place} for place, schema in named.items()]
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *([] if leeway.must_call else [form]), *others]})
+
+
+def _tools(asked: Asked) -> Iterator[Tool]:
+    """Yield the tools that may be called."""
+    leeway = asked.leeway
+    if not leeway.must_call:
+        yield from (Tool(*tool) for tool in leeway.tools)
+        return
+    definitions = parse_schema(str(asked.value))["$defs"]
+    for index, (name, _) in enumerate(leeway.tools):
+        schema = {"$ref": f"#/$defs/{index}", "$defs": {str(index): definitions[str(index)]}}
+        yield Tool(name, json.dumps(schema), is_strict=str(index) not in leeway.loose)
+
+
+def _answer(calls: str, tag: Tag) -> str:
+    """Return the rule for the format, with the markup that models of this format of calls write around text."""
+    if calls not in ANSWERS:
+        return "@form"
+    opening, closing = (f"({spelled(each, tag)})?" if each else "" for each in ANSWERS[calls])
+    return f"{opening} @form {closing}"
 
 
 def _before(thoughts: Thoughts, is_next: bool) -> str:
@@ -69,9 +89,9 @@ def _before(thoughts: Thoughts, is_next: bool) -> str:
     return {Thoughts.NONE: "", Thoughts.POSSIBLE: f"({before})? ", Thoughts.BEGUN: before}[thoughts]
 
 
-def _either(is_next: bool) -> str:
+def _either(answer: str, is_next: bool) -> str:
     """Return the rule for the format or calls. Blanks before calls have no meaning."""
-    return "(@form | blanks? calls)" if is_next else "(@form | calls)"
+    return f"({answer} | blanks? calls)" if is_next else f"({answer} | calls)"
 
 
 def _beginning_otherwise(lark: str, openings: Sequence[str]) -> str:
@@ -83,17 +103,15 @@ def _beginning_otherwise(lark: str, openings: Sequence[str]) -> str:
     return f"{lark} & ~/\\s*({begun})(?s:.*)/\n"
 
 
-def _thoughts(thoughts: Thoughts, around: reasoning.Tags, tag: Tag) -> str:
+def _thoughts(thoughts: Thoughts, tags: reasoning.Tags, tag: Tag) -> str:
     """Return the rules for thoughts. Thoughts that the prompt has begun have no opening tag."""
     if thoughts is Thoughts.NONE:
         return ""
-    begun, close = "" if thoughts is Thoughts.BEGUN else tag(around.open), tag(around.close)
-    ending = re.escape(around.close).replace("/", r"\/")  # in a regular expression of Lark
-    if close.startswith("<"):  # a special token; text that looks like it also ends the thoughts
-        return f"thoughts: {begun} TEXT? {close}\nTEXT: /(?s:.+)/ & ~/(?s:.*){ending}(?s:.*)/\n"
-    if begun.startswith("<") or not begun:
-        return f"thoughts: {begun} thought\nthought[lazy]: /(?s:.*){ending}/\n"
-    return f"thoughts[lazy]: /{re.escape(around.open)}(?s:.*){ending}/\n"  # one terminal, or any text would go on
+    behind, until = spelled(tags.behind, tag), text_until("thought", tags.close, tag)
+    begun = "" if thoughts is Thoughts.BEGUN else spelled(tags.open, tag)
+    if begun and "<[" not in begun and "[lazy]" in until:  # one terminal, or any text would go on
+        return f"thoughts[lazy]: /{pattern(tags.open)}(?s:.*){pattern(tags.close + tags.behind)}/\n"
+    return f"thoughts: {begun} thought {behind}\n{until}"
 
 
 # Tokenizer that knows its tokens and splits a text greedily, with a fraction of the memory of a full one. It suffices

@@ -27,8 +27,9 @@ class Leeway:
 
     `thinks` allows thoughts before it, between the tags of `reasoning`. Tool calls may take its place, in the format
     `calls` of answer_format: `tools` are the names that may be called, each with the JSON schema of its arguments, or
-    empty for any object. `loose` names the definitions of a JSON schema that are enforced as far as possible; an empty
-    name stands for the whole schema.
+    empty for any object. With `must_call` the output is calls, and the schemas are the definitions of the required JSON
+    schema, "0" that of the first tool. `loose` names the definitions of a JSON schema that are enforced as far as
+    possible; an empty name stands for the whole schema.
     """
 
     thinks: bool = False
@@ -37,6 +38,7 @@ class Leeway:
     tools: tuple[tuple[str, str], ...] = ()
     most_calls: int = MAX_CALLS
     loose: tuple[str, ...] = ()
+    must_call: bool = False
 
 
 NO_LEEWAY: Final = Leeway()

@@ -13,11 +13,15 @@ MAX_BLANKS: Final = 64  # before a tag
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Tags around thoughts. The tag `answer`, if there is one, begins the rest of the output, and ends thoughts too."""
+    """Tags around thoughts. The tag `answer`, if there is one, begins the rest of the output, and ends thoughts too.
+
+    `behind` is what a model writes between the thoughts and a call or a required format.
+    """
 
     open: str
     close: str
     answer: str = ""
+    behind: str = ""
 
 
 THINK: Final = "think"
@@ -26,7 +30,7 @@ TAGS: Final[Mapping[str, Tags]] = {
     "gemma4": Tags("<|channel>thought\n", "<channel|>"),
     "kimi_k3": Tags("<|open|>think<|sep|>", "<|close|>think<|sep|>", "<|open|>response<|sep|>"),
     "mistral": Tags("[THINK]", "[/THINK]"),
-    "openai_gptoss": Tags("<|channel|>analysis<|message|>", "<|end|>"),
+    "openai_gptoss": Tags("<|channel|>analysis<|message|>", "<|end|>", behind="<|start|>assistant"),
 }
 """Tags of thoughts by reasoning format."""
 

@@ -170,7 +170,7 @@ def _chat_params(request: ChatFields, answer_format: AnswerFormat) -> tuple[Samp
             f"have strict schemas of {num} characters, beside a response format the limit is {MAX_CONSTRAINT_CHARS}"
         )
         raise bad("tools", problem)
-    if not offer.schema and answer_format.needs_special_tokens and request.skip_special_tokens is None:
+    if offer.forced is None and answer_format.needs_special_tokens and request.skip_special_tokens is None:
         params.skip_special_tokens = False
     return params, offer
 
@@ -232,9 +232,9 @@ def _parsed_chats(
     request: ChatFields, requests: list[GenerateRequest], answer_format: AnswerFormat, offer: Offer | None
 ) -> ParsedRequest:
     loose = offer.loose if offer is not None else ()
-    leeway = Leeway(answer_format.thinks, answer_format.reasoning, loose=loose)
+    leeway = Leeway(answer_format.thinks, answer_format.reasoning, answer_format.calls, loose=loose)
     if offer is not None and offer.held:
-        leeway = replace(leeway, calls=answer_format.calls, tools=offer.held, most_calls=offer.most_calls)
+        leeway = replace(leeway, tools=offer.held, most_calls=offer.most_calls, must_call=offer.must_call)
     parsed = _parsed(request, requests)
     names = {**CHAT_NAMES, **parsed.names}
     if request.max_completion_tokens is not None:

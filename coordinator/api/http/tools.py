@@ -11,9 +11,10 @@ from typing import Any, Final, NoReturn
 from coordinator.api.http.field_types import shown
 from coordinator.api.http.request_models import ChatFields, Function, NamedTool, Tool
 from coordinator.api.validation import bad
-from coordinator.text.answer_format import AnswerFormat
+from coordinator.text.answer_format import READERS, AnswerFormat
 from coordinator.text.calls.json_calls import ListReader, NamedReader
 from coordinator.text.calls.reader import MAX_CALLS, CallReader, Tools
+from coordinator.text.calls.rules import keeps_schemas
 from coordinator.text.schemas import with_references
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"  # tool_choice
@@ -23,9 +24,10 @@ AUTO, NONE, REQUIRED = "auto", "none", "required"  # tool_choice
 class Offer:
     """Tools that an output may call, each with the JSON schema of its arguments.
 
-    With `schema`, the output is JSON of that schema with calls only, which the `forced` reader parses; `loose` names
-    the definitions of tools that are not strict, as in Leeway. `held` has every tool with its schema, or an empty
-    string for a tool that is not strict, for an output that may have a required format where it calls no tool.
+    With `schema`, the output is calls only, which the `forced` reader parses: JSON of that schema, or calls in the
+    model's own format, if there is `held`. `loose` names the definitions of tools that are not strict, as in Leeway.
+    `held` has every tool with its schema, or an empty string for a tool that is not strict, for an output that may have
+    a required format where it calls no tool.
     """
 
     tools: Tools
@@ -34,6 +36,11 @@ class Offer:
     schema: str = ""
     loose: tuple[str, ...] = ()
     held: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the output is calls in the model's own format."""
+        return self.schema != "" and self.held != ()
 
     @property
     def most_calls(self) -> int:
@@ -46,7 +53,7 @@ def offer_of(request: ChatFields, answer_format: AnswerFormat) -> Offer | None:
     functions = functions_of(request.tools or ())
     if choice == REQUIRED or isinstance(choice, NamedTool):
         with _refusing_depth():
-            return _forced_offer(functions, choice, is_parallel=is_parallel)
+            return _forced_offer(functions, choice, answer_format.calls, is_parallel=is_parallel)
     if choice == NONE or not functions:
         return None
     if not answer_format.has_calls:
@@ -65,20 +72,28 @@ def _refusing_depth() -> Iterator[None]:
         raise bad("tools", "are nested too deeply") from error
 
 
-def _forced_offer(functions: Mapping[str, Function], choice: str | NamedTool, *, is_parallel: bool) -> Offer:
-    """Return the offer of a request that requires a call of any tool or of one tool."""
+def _forced_offer(
+    functions: Mapping[str, Function], choice: str | NamedTool, calls: str, *, is_parallel: bool
+) -> Offer:
+    """Return the offer of a request that requires a call of any tool or of one tool.
+
+    The calls are in the model's own format, if that can keep to the schemas of strict tools, or else in JSON.
+    """
     if not functions:
         raise bad("tool_choice", "asks for a call, but there are no tools")
-    if not isinstance(choice, NamedTool):
-        tools = schemas_of(functions)
-        schema = calls_schema(tools, is_parallel=is_parallel)
-        loose = tuple(str(index) for index, each in enumerate(functions.values()) if not each.strict)
-        return Offer(tools, is_parallel, ListReader, json.dumps(schema), loose)
-    if (function := functions.get(choice.function.name)) is None:
-        raise bad("tool_choice", f"is {shown(choice.function.name)}, which is none of the tools")
-    loose = () if function.strict else ("",)
-    tools = schemas_of({function.name: function})
-    return Offer(tools, False, NamedReader, json.dumps(tools[function.name]), loose)
+    if isinstance(choice, NamedTool):
+        if (function := functions.get(choice.function.name)) is None:
+            raise bad("tool_choice", f"is {shown(choice.function.name)}, which is none of the tools")
+        functions, is_parallel = {function.name: function}, False
+    tools = schemas_of(functions)
+    loose = tuple(str(index) for index, each in enumerate(functions.values()) if not each.strict)
+    schema = json.dumps(calls_schema(tools, is_parallel=is_parallel))
+    if keeps_schemas(calls, [json.dumps(tools[name]) for name, each in functions.items() if each.strict]):
+        return Offer(tools, is_parallel, READERS[calls], schema, loose, tuple((name, "") for name in tools))
+    if isinstance(choice, NamedTool):
+        [schema] = map(json.dumps, tools.values())
+        return Offer(tools, is_parallel, NamedReader, schema, ("",) if loose else ())
+    return Offer(tools, is_parallel, ListReader, schema, loose)
 
 
 def functions_of(tools: Sequence[Tool]) -> dict[str, Function]:

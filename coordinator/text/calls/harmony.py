@@ -10,6 +10,7 @@ from typing import Final
 from coordinator.text.calls.json_calls import JsonCallReader
 from coordinator.text.calls.reader import BLANKS, END, Kind, Steps
 
+HARMONY: Final = "openai"  # vLLM's name of the format
 START: Final = "<|start|>"
 CHANNEL: Final = "<|channel|>"
 MESSAGE: Final = "<|message|>"

@@ -15,6 +15,7 @@ from coordinator.text.calls.json_calls import JsonCallReader
 from coordinator.text.calls.reader import BLANKS, END, Ends, Steps, Tools
 from coordinator.text.calls.values import TEXT, Value, as_json, quoted, types_of
 
+TOKEN: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|｜DSML｜")  # what may be a special token
 MAX_HEADER_CHARS: Final = 512
 MAX_NOISE_CHARS: Final = 64  # between the tag of a section and its first call
 
@@ -31,8 +32,8 @@ class Arguments(Enum):
 class Markup:
     """How a family writes a call.
 
-    In what is written, {name} and {key} stand for the tool and a parameter, and the tags are those of `call`,
-    `header`, arguments and `call_end`. Regular expressions find the names in what lies between these tags.
+    In what is written, {name}, {number} and {key} stand for the tool, the call's number and a parameter. Regular
+    expressions find the names in what lies between the tags.
     """
 
     call: str
@@ -44,6 +45,7 @@ class Markup:
     arguments_end: str = ""  # what is written between the arguments and `call_end`
     section: str = ""
     section_end: str = ""
+    wraps_each: bool = False  # a section has one call
     key: tuple[str, str] = ("", "")  # tags around what names a parameter
     key_name: str = r"\s*(.*?)\s*"
     key_written: str = "{key}"
@@ -140,7 +142,7 @@ MARKUPS: Final[Mapping[str, Markup]] = {
         section_end="<|tool_calls_section_end|>",
         call="<|tool_call_begin|>",
         call_end="<|tool_call_end|>",
-        header="functions.{name}:{index}<|tool_call_argument_begin|>",
+        header="functions.{name}:{number}<|tool_call_argument_begin|>",
         header_end="{",
         name=r"\s*(?:functions\.)?(.*?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*",
         arguments=Arguments.JSON,
@@ -165,6 +167,7 @@ MARKUPS: Final[Mapping[str, Markup]] = {
     "qwen3_xml": Markup(
         section="<tool_call>",
         section_end="</tool_call>",
+        wraps_each=True,
         call="<function=",
         call_end="</function>",
         header="{name}>",

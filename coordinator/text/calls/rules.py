@@ -1,46 +1,135 @@
 """Define Lark rules for tool calls by format, the counterparts of the readers. Performs no I/O.
 
-Each format has a rule `calls` for an output that consists of calls only. `tools` maps the names that may be called to
-the grammars of their arguments, such as @object.
+Each format has a rule `calls` for an output that consists of calls only. Arguments in JSON have grammars of their own,
+which rules name with an @.
 """
 
 import json
 import keyword
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Final
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final, NamedTuple
 
+from coordinator.text.calls.harmony import HARMONY
 from coordinator.text.calls.json_calls import HERMES_CLOSE, HERMES_OPEN, MISTRAL_ARGUMENTS, MISTRAL_TAG, PYTHON_TAG
-
-Tag = Callable[[str], str]
-"""Return the Lark form of a tag: a string, or the special token."""
+from coordinator.text.calls.markup import MARKUPS, QUOTE, Arguments, Markup
+from coordinator.text.calls.parameters import Parameters, Tag, spelled, text_until, unwritable
 
 BLANKS: Final = "blanks: /[ \\t\\r\\n]{1,8}/\n"
-_OF_PYTHON: Final = r"""
+IN_JSON: Final = ("hermes", "llama3", "mistral", HARMONY)  # formats with JSON arguments, beside those of the table
+ANY: Final = '{"type": "object"}'
+_NUMBER: Final = r"NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?/"
+_OF_PYTHON: Final = rf"""
 call: name "(" (argument ("," blanks? argument)*)? ")"
 argument: KEY "=" value
 value: STRING | NUMBER | "True" | "False" | "None" | list | dict
 list: "[" (value ("," blanks? value)*)? "]"
-dict: "{" (pair ("," blanks? pair)*)? "}"
+dict: "{{" (pair ("," blanks? pair)*)? "}}"
 pair: STRING ":" blanks? value
 STRING: /"([^"\\\x00-\x1f]|\\[\\"nrt])*"|'([^'\\\x00-\x1f]|\\[\\'nrt])*'/
-NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?/
+{_NUMBER}
+"""
+_OF_GEMMA: Final = f"""
+pairs: pair ("," pair)*
+pair: KEY ":" value
+value: quoted | NUMBER | "true" | "false" | "null" | "[" (value ("," value)*)? "]" | "{{" pairs? "}}"
+KEY: /[A-Za-z_][A-Za-z0-9_ .-]{{0,126}}/
+{_NUMBER}
 """
 _KEY: Final = "[A-Za-z_][A-Za-z0-9_]{0,127}"
 
 
-def rules(calls: str, tools: Mapping[str, str], tag: Tag, most: int) -> str:
-    """Return the rules of a format for at most `most` calls; empty if the format can call none of the tools."""
+class Tool(NamedTuple):
+    """A tool that may be called, with the JSON schema of its arguments, or empty for any object."""
+
+    name: str
+    schema: str
+    is_strict: bool = True  # the arguments keep to the schema in whole
+
+
+class Rules(NamedTuple):
+    """Rules, and the JSON schemas of the grammars that they name."""
+
+    lark: str
+    schemas: Mapping[str, str]
+
+
+NO_RULES: Final = Rules("", {})
+
+
+def rules(calls: str, tools: Iterable[Tool], tag: Tag, most: int, *, closes_objects: bool) -> Rules:
+    """Return the rules of a format for at most `most` calls; empty if the format can call none of the tools.
+
+    Raises Unenforceable.
+    """
+    tools = list(tools)
+    if calls in MARKUPS and MARKUPS[calls].arguments is Arguments.PARAMETERS:
+        return _of_parameters(MARKUPS[calls], tools, tag, most, closes_objects=closes_objects)
+    places = [f"arguments{index}" if tool.schema else "object" for index, tool in enumerate(tools)]
+    schemas = {place: tool.schema or ANY for place, tool in zip(places, tools, strict=True)}
+    named = {tool.name: f"@{place}" for place, tool in zip(places, tools, strict=True)}
     match calls:
         case "hermes":
             pair = f"{tag(HERMES_OPEN)} blanks? call blanks? {tag(HERMES_CLOSE)}"
-            return f"calls: ({pair} blanks?){{1,{most}}}\n" + _objects(tools, "arguments")
+            return Rules(f"calls: ({pair} blanks?){{1,{most}}}\n" + _objects(named, "arguments"), schemas)
         case "llama3":
-            return f"calls: {tag(PYTHON_TAG)}? {_listed('call', ';', most)}\n" + _objects(tools, "parameters")
+            listed = _listed("call", ";", most)
+            return Rules(f"calls: {tag(PYTHON_TAG)}? {listed}\n" + _objects(named, "parameters"), schemas)
         case "mistral":
-            return _of_mistral(tools, tag, most)
+            return Rules(_of_mistral(named, tag, most), schemas)
         case "pythonic":
-            return _of_python(tools, most)
-    raise AssertionError(f"{calls} is no format of calls")
+            return Rules(_of_python(named, most), {})
+    if calls == HARMONY:
+        return Rules(_of_harmony(named, tag), schemas)
+    markup = MARKUPS[calls]
+    if markup.arguments is Arguments.GEMMA:
+        bodies = dict.fromkeys(named, '"{" pairs? "}"')
+        quoted = f"quoted: {spelled(QUOTE, tag)} text\n{text_until('text', QUOTE, tag)}"
+        return Rules(_of_markup(markup, bodies, tag, most) + quoted + _OF_GEMMA, {})
+    bodies = {name: f"{grammar} {spelled(markup.arguments_end, tag)}" for name, grammar in named.items()}
+    return Rules(_of_markup(markup, bodies, tag, most), schemas)
+
+
+def keeps_schemas(calls: str, schemas: Iterable[str]) -> bool:
+    """Return whether calls of this format can be kept to these schemas of their arguments."""
+    if calls in MARKUPS and MARKUPS[calls].arguments is Arguments.PARAMETERS:
+        return not any(map(unwritable, schemas))
+    return calls in IN_JSON or (calls in MARKUPS and MARKUPS[calls].arguments is Arguments.JSON)
+
+
+def _of_parameters(markup: Markup, tools: Collection[Tool], tag: Tag, most: int, *, closes_objects: bool) -> Rules:
+    written = Parameters(markup, tag, closes_objects=closes_objects)
+    bodies = {
+        tool.name: written.of(f"arguments{index}", tool.schema, is_strict=tool.is_strict and tool.schema != "")
+        for index, tool in enumerate(tools)
+    }
+    return Rules(_of_markup(markup, bodies, tag, most) + "".join(written.lines), written.schemas)
+
+
+def _of_markup(markup: Markup, bodies: Mapping[str, str], tag: Tag, most: int) -> str:
+    """Return the rules for calls between a family's tags, from the rule bodies of each tool's arguments."""
+    named = _any_of(f"{_header(markup, name, tag)} {body}" for name, body in bodies.items())
+    between = spelled(markup.between, tag)
+    opening = spelled(markup.section + markup.between if markup.section else "", tag)
+    closing = spelled(markup.section_end, tag)
+    call = f"call: {spelled(markup.call, tag)} ({named}) {spelled(markup.call_end, tag)}\n"
+    if markup.wraps_each:
+        return f"calls: ({opening} call {between} {closing} blanks?){{1,{most}}}\n{call}"
+    before = " ".join(f"({spelled(each, tag)})?" for each in markup.dropped[:2])
+    behind = " ".join(f"({spelled(each, tag)})?" for each in markup.dropped[2:])
+    return f"calls: {before} {opening} (call blanks?){{1,{most}}} {closing} {behind}\n{call}"
+
+
+def _header(markup: Markup, name: str, tag: Tag) -> str:
+    """Return what is written between the tag of a call and its arguments, with any number of the call."""
+    before, _, behind = (markup.header.replace("{name}", name) + markup.between).partition("{number}")
+    return " ".join(filter(None, (spelled(before, tag), "/[0-9]{1,3}/" if behind else "", spelled(behind, tag))))
+
+
+def _of_harmony(tools: Mapping[str, str], tag: Tag) -> str:
+    """Return the rules for one call, whose end is an end of the output."""
+    header, json_type = "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"
+    named = _any_of(f"{_text(name)} {spelled(json_type, tag)} {grammar}" for name, grammar in tools.items())
+    return f"calls: {spelled(header, tag)} ({named})\n"
 
 
 def _listed(call: str, separator: str, most: int) -> str:

@@ -16,7 +16,11 @@ _NAMES: Final = {str: "string", bool: "boolean", int: "integer", float: "number"
 def types_of(root: Mapping[str, Any], key: str) -> frozenset[str]:
     """Return the JSON types that a schema of an object allows for one property; empty if it does not say."""
     properties = root.get("properties")
-    schema = properties.get(key) if isinstance(properties, Mapping) else None
+    return types_in(root, properties.get(key) if isinstance(properties, Mapping) else None)
+
+
+def types_in(root: Mapping[str, Any], schema: Any) -> frozenset[str]:
+    """Return the JSON types that a part of a schema allows; empty if it does not say."""
     return frozenset(_types(root, schema, MAX_REFERENCES))
 
 
@@ -25,20 +29,21 @@ def _types(root: Mapping[str, Any], schema: Any, most: int) -> Iterator[str]:
         return
     named = schema.get("type")
     yield from (each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str))
-    for value in [schema["const"]] if "const" in schema else _list(schema, "enum"):
+    for value in [schema["const"]] if "const" in schema else listed(schema, "enum"):
         yield _NAMES.get(type(value), "null")
     for name in ("anyOf", "oneOf", "allOf"):
-        for each in _list(schema, name):
+        for each in listed(schema, name):
             yield from _types(root, each, most - 1)
-    yield from _types(root, _target(root, schema.get("$ref")), most - 1)
+    yield from _types(root, target(root, schema.get("$ref")), most - 1)
 
 
-def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
+def listed(schema: Mapping[str, Any], name: str) -> list[Any]:
+    """Return the list under a keyword; empty for anything else."""
     value = schema.get(name)
     return value if isinstance(value, list) else []
 
 
-def _target(root: Any, reference: Any) -> Any:
+def target(root: Any, reference: Any) -> Any:
     """Return the part of the schema that a reference names; None for any other."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None

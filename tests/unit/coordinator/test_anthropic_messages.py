@@ -171,9 +171,10 @@ def test_how_an_answer_ends_and_how_it_may_begin(tmp_path):
             assert prompt.endswith("It is ")
             assert reply.content[0].text == "warm."
             choice = {"type": "tool", "name": "weather"}
-            reply, _ = await asked(c, client, PARIS, tools=[TOOL], tool_choice=choice)
+            reply, _ = await asked(c, client, weather_call(PARIS), tools=[TOOL], tool_choice=choice)
             assert (reply.stop_reason, [told(block) for block in reply.content]) == ("tool_use", BLOCKS[2:3])
-            reply, _ = await asked(c, client, PARIS[:-2], events.LENGTH, tools=[TOOL], tool_choice=choice)
+            cut = weather_call(PARIS).partition(PARIS)[0] + PARIS[:-2]
+            reply, _ = await asked(c, client, cut, events.LENGTH, tools=[TOOL], tool_choice=choice)
             assert (reply.stop_reason, reply.content[0].input) == ("max_tokens", {"arguments": f"{PARIS[:-2]}!"})
             reply, _ = await asked(c, client, "It is xy", stop_sequences=["x"])
             assert (reply.stop_reason, reply.stop_sequence, reply.content[0].text) == ("stop_sequence", "x", "It is ")

@@ -174,8 +174,17 @@ def test_what_is_enforced_of_a_tool_that_is_not_strict(tmp_path):
                 await client.chat.completions.create(model="m", **fields)
 
             for choice, good, bad in (
-                (one, '{"a":[1,1]}', '{"a":[""]}'),
-                ("required", '[{"name":"one","parameters":{"a":[1]}}]', '[{"name":"weather","parameters":{}}]'),
+                (
+                    one,
+                    '<tool_call>{"name":"one","arguments":{"a":[1,1]',
+                    '<tool_call>{"name":"one","arguments":{"a":[""]',
+                ),
+                (one, '<tool_call>{"name":"one","arguments":{}}</tool_call>', '<tool_call>{"name":"weather"'),
+                (
+                    "required",
+                    '<tool_call>{"name":"one","arguments":{"a":[1]',
+                    '<tool_call>{"name":"weather","arguments":{}',
+                ),
             ):
                 with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
                     await ask(choice, strict=True)
@@ -359,7 +368,7 @@ def test_an_operator_says_what_objects_are_without_additional_properties(tmp_pat
             for fields, begun in (
                 ({"response_format": form}, '{"b"'),
                 ({"tools": [{**WEATHER, "function": {"name": "f", "parameters": schema}}], "tool_choice": "required"},
-                 '[{"name":"f","parameters":{"b"'),
+                 '<tool_call>{"name":"f","arguments":{"b"'),
             ):  # fmt: skip
                 asking = asyncio.create_task(client.chat.completions.create(model="m", messages=[HI], **fields))
                 _, job = await begin(c)
@@ -394,12 +403,9 @@ BY_TURNS = (
 @pytest.mark.parametrize("template", [CHATML, NO_SYSTEM, SILENT, BY_TURNS])
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_model_whose_template_shows_no_tools_is_told_of_them(tmp_path, template, choice):
-    forced = {"auto": weather_call(PARIS), "required": f'[{{"name":"weather","parameters":{PARIS}}}]'}
-
     async def scenario():
         async with openai_cluster(tmp_path, template) as (c, client):
-            text = PARIS if isinstance(choice, dict) else forced[choice]
-            reply, prompt = await asked(c, client, text, tool_choice=choice)
+            reply, prompt = await asked(c, client, weather_call(PARIS), tool_choice=choice)
             assert json.dumps(WEATHER) in prompt
             assert prompt.count("<tool_call>") == 1
             assert ("<|im_start|>system" in prompt) == (template in (CHATML, BY_TURNS))

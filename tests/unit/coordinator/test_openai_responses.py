@@ -18,6 +18,7 @@ from tests.unit.coordinator.http_kit import (
     answer,
     fail_after_a_token,
     openai_cluster,
+    weather_call,
 )
 from tests.unit.coordinator.later import openai
 
@@ -136,7 +137,7 @@ def test_an_answer_may_be_made_to_be_json_and_may_be_cut_short(tmp_path):
                 100,
             )
             named = {"type": "function", "name": "weather"}
-            reply, _ = await asked(c, client, ROME, tools=[TOOL], tool_choice=named)
+            reply, _ = await asked(c, client, weather_call(ROME), tools=[TOOL], tool_choice=named)
             assert [(item.type, item.arguments) for item in reply.output] == [("function_call", ROME)]
 
     run(scenario())
