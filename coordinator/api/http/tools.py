@@ -88,7 +88,7 @@ def _forced_offer(
     tools = schemas_of(functions)
     loose = tuple(str(index) for index, each in enumerate(functions.values()) if not each.strict)
     schema = json.dumps(calls_schema(tools, is_parallel=is_parallel))
-    if keeps_schemas(calls, [json.dumps(tools[name]) for name, each in functions.items() if each.strict]):
+    if keeps_schemas(calls, tools, [json.dumps(tools[name]) for name, each in functions.items() if each.strict]):
         return Offer(tools, is_parallel, READERS[calls], schema, loose, tuple((name, "") for name in tools))
     if isinstance(choice, NamedTool):
         [schema] = map(json.dumps, tools.values())

@@ -52,9 +52,7 @@ class Markup:
     value: tuple[str, str] = ("", "")  # tags around a value
     padding: str = ""  # around a value, and no part of it
     between: str = ""  # written after the header and each parameter
-    text: str = (
-        ""  # regular expression for what names a parameter whose value is text; empty: the tool's schema says so
-    )
+    text: str = ""  # regular expression that finds in a parameter's header that its value is text; empty: by the schema
     unclosed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # further ends of values, whose own tag models leave out
     dropped: tuple[str, ...] = ()  # tags around the output's text
     keeps_blanks: bool = False  # the blanks around calls belong to the text

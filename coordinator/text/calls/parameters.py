@@ -14,8 +14,8 @@ Tag = Callable[[str], str]
 """Return the Lark form of a tag: a string, or the special token."""
 
 MAX_REFERENCES: Final = 16  # followed from a property to its schema
-_NOTES: Final = frozenset(("title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"))
-_OF_OBJECTS: Final = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+NOTES: Final = frozenset(("title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"))
+_OF_OBJECTS: Final = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 _KINDS: Final = ("array", "boolean", "null", "number", "object")  # types of values that are no text
 _DEFINITIONS: Final = ("$defs", "definitions")
 _NAME: Final = re.compile(r"[^<>\"\n]{1,128}")
@@ -58,7 +58,7 @@ class Parameters:
         types, values = types_in(document, part), _values_of(part)
         options = []
         if types == TEXT and values:
-            texts = _any_of(self._spelled(str(value) + self._close) for value in values)
+            texts = any_of(self._spelled(str(value) + self._close) for value in values)
             options.append(self._written(name, TEXT, texts))
         elif not types or types >= TEXT:
             options.append(self._written(name, TEXT, "text"))
@@ -66,7 +66,7 @@ class Parameters:
             definitions = {key: document[key] for key in _DEFINITIONS if key in document}
             self.schemas[place] = json.dumps({**part, **definitions})
             options.append(self._written(name, types - TEXT, f"@{place} {self._spelled(self._close)}"))
-        return _any_of(options)
+        return any_of(options)
 
     def _add_free(self) -> None:
         """Add the rule for a parameter of any name."""
@@ -74,7 +74,7 @@ class Parameters:
         if self._markup.text:
             self.schemas["any"] = "{}"
             options.append(self._written(None, frozenset(), f"@any {self._spelled(self._close)}"))
-        line = f"free: {_any_of(options)}\nKEY: /[A-Za-z_][A-Za-z0-9_.-]{{0,63}}/\n"
+        line = f"free: {any_of(options)}\nKEY: /[A-Za-z_][A-Za-z0-9_.-]{{0,63}}/\n"
         self.lines += [] if line in self.lines else [line]
 
     def _written(self, name: str | None, types: frozenset[str], value: str) -> str:
@@ -85,9 +85,11 @@ class Parameters:
             markup.key_written.format(key="\0", is_text=str(types == TEXT).lower(), type=kind) for kind in kinds
         )
         shown = name if name is None or not markup.text else html.escape(name)
-        key = _any_of(
+        key = any_of(
             " ".join(
-                filter(None, (self._spelled(before), "KEY" if shown is None else _string(shown), self._spelled(after)))
+                filter(
+                    None, (self._spelled(before), "KEY" if shown is None else lark_string(shown), self._spelled(after))
+                )
             )
             for before, after in (written.split("\0") for written in keys)
         )
@@ -135,7 +137,7 @@ def unwritable(text: str) -> str:
 def _beyond_types(part: Mapping[str, Any]) -> set[str]:
     """Return the keywords of a schema that may be a text's and are not enforced."""
     known = {"type"} | ({"enum", "const"} if part.get("type", "string") == "string" else set())
-    others = {name for name in part if name not in _NOTES | known | {"anyOf"}}
+    others = {name for name in part if name not in NOTES | known | {"anyOf"}}
     return others.union(*(_beyond_types(each) for each in listed(part, "anyOf") if isinstance(each, Mapping)))
 
 
@@ -154,7 +156,7 @@ def _resolved(document: Mapping[str, Any], schema: Any) -> Mapping[str, Any]:
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, Mapping):
             return {}
-        if "$ref" not in schema or schema.keys() - _NOTES - {"$ref", *_DEFINITIONS}:
+        if "$ref" not in schema or schema.keys() - NOTES - {"$ref", *_DEFINITIONS}:
             return schema
         schema = target(document, schema["$ref"])
     return {}
@@ -194,16 +196,16 @@ def _pieces(text: str, tag: Tag) -> list[str]:
     pieces, plain = list[str](), ""
     for part in re.split(f"({TOKEN.pattern})", text):
         if (form := tag(part)).startswith("<"):
-            pieces += [_string(plain), form] if plain else [form]
+            pieces += [lark_string(plain), form] if plain else [form]
             plain = ""
         else:
             plain += part
-    return [*pieces, _string(plain)] if plain else pieces
+    return [*pieces, lark_string(plain)] if plain else pieces
 
 
-def _string(text: str) -> str:
+def lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _any_of(rules: Iterable[str]) -> str:
+def any_of(rules: Iterable[str]) -> str:
     return " | ".join(rules)

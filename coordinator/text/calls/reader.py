@@ -148,7 +148,7 @@ class CallReader(ABC):
 
     def _begin(self, name: str) -> bool:
         """Begin a call of this name in place of the held characters. Returns False if no such call is possible."""
-        is_offered = name in self._tools or not self.offered_only
+        is_offered = name in self._tools or (len(self._tools) > 0 and not self.offered_only)
         if not is_offered or not NAME.fullmatch(name) or self._num_calls == MAX_CALLS:
             return False
         self._tell(Kind.CALL, name)

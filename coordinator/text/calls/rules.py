@@ -6,36 +6,43 @@ which rules name with an @.
 
 import json
 import keyword
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
+from coordinator.text.calls import literals, parameters
 from coordinator.text.calls.harmony import HARMONY
 from coordinator.text.calls.json_calls import HERMES_CLOSE, HERMES_OPEN, MISTRAL_ARGUMENTS, MISTRAL_TAG, PYTHON_TAG
+from coordinator.text.calls.literals import Language, Literals
 from coordinator.text.calls.markup import MARKUPS, QUOTE, Arguments, Markup
-from coordinator.text.calls.parameters import Parameters, Tag, spelled, text_until, unwritable
+from coordinator.text.calls.parameters import Parameters, Tag, any_of, spelled, text_until
 
 BLANKS: Final = "blanks: /[ \\t\\r\\n]{1,8}/\n"
 IN_JSON: Final = ("hermes", "llama3", "mistral", HARMONY)  # formats with JSON arguments, beside those of the table
+PYTHONIC: Final = "pythonic"
 ANY: Final = '{"type": "object"}'
-_NUMBER: Final = r"NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?/"
-_OF_PYTHON: Final = rf"""
-call: name "(" (argument ("," blanks? argument)*)? ")"
-argument: KEY "=" value
-value: STRING | NUMBER | "True" | "False" | "None" | list | dict
-list: "[" (value ("," blanks? value)*)? "]"
-dict: "{{" (pair ("," blanks? pair)*)? "}}"
-pair: STRING ":" blanks? value
-STRING: /"([^"\\\x00-\x1f]|\\[\\"nrt])*"|'([^'\\\x00-\x1f]|\\[\\'nrt])*'/
-{_NUMBER}
-"""
-_OF_GEMMA: Final = f"""
-pairs: pair ("," pair)*
-pair: KEY ":" value
-value: quoted | NUMBER | "true" | "false" | "null" | "[" (value ("," value)*)? "]" | "{{" pairs? "}}"
-KEY: /[A-Za-z_][A-Za-z0-9_ .-]{{0,126}}/
-{_NUMBER}
+_NUMBERS: Final = r"""
+NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?/
+INTEGER: /-?(0|[1-9][0-9]{0,17})/
 """
 _KEY: Final = "[A-Za-z_][A-Za-z0-9_]{0,127}"
+_OF_PYTHON: Final = rf"""
+arguments: argument ("," blanks? argument)*
+argument: KEY "=" value
+value: text | NUMBER | "True" | "False" | "None" | "[" (value ("," blanks? value)*)? "]" | "{{" pairs? "}}"
+pairs: pair ("," blanks? pair)*
+pair: text ":" blanks? value
+text: /"([^"\\\x00-\x1f]|\\[\\"nrt])*"|'([^'\\\x00-\x1f]|\\[\\'nrt])*'/
+KEY: /{_KEY}/ & ~/{"|".join(filter(str.isidentifier, keyword.kwlist))}/
+{_NUMBERS}"""
+_OF_GEMMA: Final = rf"""
+arguments: pairs
+pairs: pair ("," pair)*
+pair: KEY ":" value
+value: text | NUMBER | "true" | "false" | "null" | "[" (value ("," value)*)? "]" | "{{" pairs? "}}"
+KEY: /[A-Za-z_][A-Za-z0-9_ .-]{{0,126}}/
+{_NUMBERS}"""
+_GEMMAS_KEY: Final = re.compile(r"[^:{}\[\],<\"\n]{1,128}")
 
 
 class Tool(NamedTuple):
@@ -64,6 +71,8 @@ def rules(calls: str, tools: Iterable[Tool], tag: Tag, most: int, *, closes_obje
     tools = list(tools)
     if calls in MARKUPS and MARKUPS[calls].arguments is Arguments.PARAMETERS:
         return _of_parameters(MARKUPS[calls], tools, tag, most, closes_objects=closes_objects)
+    if calls == PYTHONIC:
+        return Rules(_of_python(tools, most), {})
     places = [f"arguments{index}" if tool.schema else "object" for index, tool in enumerate(tools)]
     schemas = {place: tool.schema or ANY for place, tool in zip(places, tools, strict=True)}
     named = {tool.name: f"@{place}" for place, tool in zip(places, tools, strict=True)}
@@ -76,30 +85,37 @@ def rules(calls: str, tools: Iterable[Tool], tag: Tag, most: int, *, closes_obje
             return Rules(f"calls: {tag(PYTHON_TAG)}? {listed}\n" + _objects(named, "parameters"), schemas)
         case "mistral":
             return Rules(_of_mistral(named, tag, most), schemas)
-        case "pythonic":
-            return Rules(_of_python(named, most), {})
     if calls == HARMONY:
         return Rules(_of_harmony(named, tag), schemas)
     markup = MARKUPS[calls]
     if markup.arguments is Arguments.GEMMA:
-        bodies = dict.fromkeys(named, '"{" pairs? "}"')
-        quoted = f"quoted: {spelled(QUOTE, tag)} text\n{text_until('text', QUOTE, tag)}"
-        return Rules(_of_markup(markup, bodies, tag, most) + quoted + _OF_GEMMA, {})
+        written = Literals(_gemma(tag))
+        bodies = {tool.name: f'"{{" {written.of(tool.schema)} "}}"' for tool in tools}
+        return Rules(_of_markup(markup, bodies, tag, most) + "".join(written.lines), {})
     bodies = {name: f"{grammar} {spelled(markup.arguments_end, tag)}" for name, grammar in named.items()}
     return Rules(_of_markup(markup, bodies, tag, most), schemas)
 
 
-def keeps_schemas(calls: str, schemas: Iterable[str]) -> bool:
-    """Return whether calls of this format can be kept to these schemas of their arguments."""
-    if calls in MARKUPS and MARKUPS[calls].arguments is Arguments.PARAMETERS:
-        return not any(map(unwritable, schemas))
-    return calls in IN_JSON or (calls in MARKUPS and MARKUPS[calls].arguments is Arguments.JSON)
+def keeps_schemas(calls: str, names: Iterable[str], schemas: Iterable[str]) -> bool:
+    """Return whether calls of this format can be of all these tools, and kept to these schemas of arguments."""
+    if calls in IN_JSON:
+        return True
+    if calls == PYTHONIC:
+        return all(map(_is_path, names)) and not any(literals.unwritable(_python(), each) for each in schemas)
+    if calls not in MARKUPS:
+        return False
+    match MARKUPS[calls].arguments:
+        case Arguments.PARAMETERS:
+            return not any(map(parameters.unwritable, schemas))
+        case Arguments.GEMMA:
+            return not any(literals.unwritable(_gemma(json.dumps), each) for each in schemas)
+    return True
 
 
 def _of_parameters(markup: Markup, tools: Collection[Tool], tag: Tag, most: int, *, closes_objects: bool) -> Rules:
     written = Parameters(markup, tag, closes_objects=closes_objects)
     bodies = {
-        tool.name: written.of(f"arguments{index}", tool.schema, is_strict=tool.is_strict and tool.schema != "")
+        tool.name: written.of(f"arguments{index}", tool.schema, is_strict=tool.is_strict)
         for index, tool in enumerate(tools)
     }
     return Rules(_of_markup(markup, bodies, tag, most) + "".join(written.lines), written.schemas)
@@ -107,7 +123,7 @@ def _of_parameters(markup: Markup, tools: Collection[Tool], tag: Tag, most: int,
 
 def _of_markup(markup: Markup, bodies: Mapping[str, str], tag: Tag, most: int) -> str:
     """Return the rules for calls between a family's tags, from the rule bodies of each tool's arguments."""
-    named = _any_of(f"{_header(markup, name, tag)} {body}" for name, body in bodies.items())
+    named = any_of(f"{_header(markup, name, tag)} {body}" for name, body in bodies.items())
     between = spelled(markup.between, tag)
     opening = spelled(markup.section + markup.between if markup.section else "", tag)
     closing = spelled(markup.section_end, tag)
@@ -128,7 +144,7 @@ def _header(markup: Markup, name: str, tag: Tag) -> str:
 def _of_harmony(tools: Mapping[str, str], tag: Tag) -> str:
     """Return the rules for one call, whose end is an end of the output."""
     header, json_type = "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"
-    named = _any_of(f"{_text(name)} {spelled(json_type, tag)} {grammar}" for name, grammar in tools.items())
+    named = any_of(f"{_text(name)} {spelled(json_type, tag)} {grammar}" for name, grammar in tools.items())
     return f"calls: {spelled(header, tag)} ({named})\n"
 
 
@@ -139,33 +155,67 @@ def _listed(call: str, separator: str, most: int) -> str:
 def _objects(tools: Mapping[str, str], arguments: str) -> str:
     """Return the rule of a call that is a JSON object."""
     between = f'blanks? "," blanks? {_quoted(arguments)} blanks? ":" blanks?'
-    named = _any_of(f"{_quoted(name)} {between} {grammar}" for name, grammar in tools.items())
+    named = any_of(f"{_quoted(name)} {between} {grammar}" for name, grammar in tools.items())
     return f'call: "{{" blanks? {_quoted("name")} blanks? ":" blanks? ({named}) blanks? "}}"\n'
 
 
 def _of_mistral(tools: Mapping[str, str], tag: Tag, most: int) -> str:
     """Return the rules for a list after the tag, or a tag before each call."""
-    named = _any_of(f"{_text(name)} {tag(MISTRAL_ARGUMENTS)}? blanks? {grammar}" for name, grammar in tools.items())
+    named = any_of(f"{_text(name)} {tag(MISTRAL_ARGUMENTS)}? blanks? {grammar}" for name, grammar in tools.items())
     return (
         f"calls: {tag(MISTRAL_TAG)} blanks? list | ({tag(MISTRAL_TAG)} blanks? ({named}) blanks?){{1,{most}}}\n"
         f'list: "[" blanks? {_listed("call", ",", most)} blanks? "]"\n' + _objects(tools, "arguments")
     )
 
 
-def _of_python(names: Collection[str], most: int) -> str:
+def _of_python(tools: Collection[Tool], most: int) -> str:
     """Return the rules for calls with literal keyword arguments."""
-    able = [name for name in names if all(map(_is_key, name.split(".")))]
-    keywords = "|".join(filter(str.isidentifier, keyword.kwlist))
-    calls = f'calls: "[" {_listed("call", ",", most)} "]"\nname: {_any_of(map(_text, able))}\n'
-    return f"{calls}KEY: /{_KEY}/ & ~/{keywords}/{_OF_PYTHON}" if able else ""
+    written, able = Literals(_python()), [tool for tool in tools if _is_path(tool.name)]
+    bodies = [f'{_text(tool.name)} "(" {written.of(tool.schema)} ")"' for tool in able]
+    calls = f'calls: "[" {_listed("call", ",", most)} "]"\ncall: {any_of(bodies)}\n'
+    return calls + "".join(written.lines) if able else ""
+
+
+def _python() -> Language:
+    """Return how Python writes values."""
+    return Language(
+        {True: "True", False: "False", None: "None"},
+        text=_in_quotes,
+        key=lambda name: f'{_in_quotes(name)} ":" blanks?',
+        argument=lambda name: _text(f"{name}=") if _is_key(name) else "",
+        rules=_OF_PYTHON,
+    )
+
+
+def _in_quotes(text: str) -> str:
+    """Return a text as Python writes it, in either kind of quotes."""
+    double = _text(text)
+    single = "'" + double[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
+    return f"({_text(double)} | {_text(single)})"
+
+
+def _gemma(tag: Tag) -> Language:
+    """Return how Gemma writes values."""
+    quote = spelled(QUOTE, tag)
+
+    def key(name: str) -> str:
+        return _text(f"{name}:") if _GEMMAS_KEY.fullmatch(name) else ""
+
+    return Language(
+        {True: "true", False: "false", None: "null"},
+        text=lambda text: f"{quote} {_text(text)} {quote}",
+        key=key,
+        argument=key,
+        rules=f"text: {quote} words\n{text_until('words', QUOTE, tag)}{_OF_GEMMA}",
+    )
+
+
+def _is_path(name: str) -> bool:
+    return all(map(_is_key, name.split(".")))
 
 
 def _is_key(word: str) -> bool:
     return word.isidentifier() and not keyword.iskeyword(word)
-
-
-def _any_of(rules: Iterable[str]) -> str:
-    return " | ".join(rules)
 
 
 def _text(text: str) -> str:

@@ -376,14 +376,15 @@ ORDER = {
         "size": {"enum": ["small", "large"]},
         "count": {"$ref": "#/$defs/count"},
         "tags": {"type": ["array", "null"], "items": {"type": "string"}},
+        "place": {"type": "object", "properties": {"at": {"type": "boolean"}, "in": {"type": "string"}}},
     },
     "required": ["size", "count"],
     "additionalProperties": False,
-    "$defs": {"count": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "$defs": {"count": {"enum": [1, 2, 3, 9]}},
 }
-ORDERED = {"note": 'a "b"\n<c>', "size": "small", "count": 3, "tags": ["x"]}
+ORDERED = {"note": 'a "b"\n<c>', "size": "small", "count": 3, "tags": ["x"], "place": {"at": True, "in": "b"}}
 WRONG = [{"size": "huge", "count": 3}, {"size": "small", "count": 30}, {"size": "small"}]
-OWN = [name for name in READERS if keeps_schemas(name, [json.dumps(ORDER)])]
+OWN = [name for name in READERS if keeps_schemas(name, ["f"], [json.dumps(ORDER)])]
 
 
 IN_JSON = {
@@ -421,11 +422,27 @@ IN_PARAMETERS = {  # a call, and a parameter
     "deepseek_v4": [each.format("tool_calls", "") for each in DSML],
     "deepseek_v41": [each.format(" calls", " ") for each in DSML],
 }
-KINDS = {str: "string", int: "number", list: "array"}
+KINDS = {str: "string", int: "number", list: "array", dict: "object"}
+
+
+def gemmas(value):
+    """A value as Gemma writes it."""
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case dict():
+            return "{" + ",".join(f"{key}:{gemmas(each)}" for key, each in value.items()) + "}"
+        case list():
+            return "[" + ",".join(map(gemmas, value)) + "]"
+    return json.dumps(value)
 
 
 def written(calls, name, arguments):
     """A call as a model of this format writes it."""
+    if calls == "pythonic":
+        return f"[{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})]"
+    if calls == "gemma4":
+        return f"<|tool_call>call:{name}{gemmas(arguments)}<tool_call|>"
     if calls in IN_JSON:
         return IN_JSON[calls].format(name=name, told=json.dumps(arguments))
     call, parameter = IN_PARAMETERS[calls]
@@ -505,7 +522,7 @@ def test_thoughts_in_a_channel_come_before_a_call(guide):
 
 @pytest.mark.parametrize("calls", OWN)
 def test_several_calls_or_one(guide, calls):
-    texts = {"llama3": "; ", "mistral": "", "hermes": "\n", "qwen3_xml": "\n", "glm45": "\n", "glm47": ""}
+    texts = {"llama3": "; ", "mistral": "", "hermes": "\n", "qwen3_xml": "\n", "glm45": "\n", "glm47": "", "gemma4": ""}
     if calls not in texts:
         return  # which have a section around them: test_no_more_calls_than_may_be
     text = texts[calls].join([written(calls, "f", ORDERED)] * 2)
@@ -523,16 +540,29 @@ def test_what_parameters_do_not_keep_to(guide, calls):
         {"properties": {"<size>": {"type": "string"}}},
     ):
         schema = {"type": "object", **beyond}
-        assert not keeps_schemas(calls, [json.dumps(schema)])
+        assert not keeps_schemas(calls, ["f"], [json.dumps(schema)])
         with pytest.raises(RequestError, match="cannot be enforced: "):
             forced(guide, calls, schema)
         assert may_be(forced(guide, calls, schema, is_strict=False), written(calls, "f", {"size": "b"}))
     for calls_in_json in "hermes", "kimi_k2":
-        assert keeps_schemas(calls_in_json, [json.dumps(schema)])
+        assert keeps_schemas(calls_in_json, ["f"], [json.dumps(schema)])
     for broken in {"properties": []}, {"properties": {}, "required": ["size"]}, {"properties": {}, "required": "size"}:
-        assert not keeps_schemas(calls, [json.dumps(broken)])
-    assert not keeps_schemas("pythonic", [])
-    assert not keeps_schemas("none", [])
+        assert not keeps_schemas(calls, ["f"], [json.dumps(broken)])
+    assert not keeps_schemas("none", ["f"], [])
+
+
+@pytest.mark.parametrize("calls", ["pythonic", "gemma4"])
+def test_what_literals_do_not_keep_to(guide, calls):
+    for beyond in (
+        {"properties": {"size": {"type": "string", "pattern": "^a+$"}}},
+        {"properties": {"size": {"type": "integer", "minimum": 1}}},
+        {"properties": {"a": {"properties": {"b": {"oneOf": [{}]}}}}},
+        {"properties": {"a:": {}}},
+        {"properties": {}, "required": ["size"]},
+    ):
+        assert not keeps_schemas(calls, ["f"], [json.dumps(beyond)]), beyond
+    assert keeps_schemas(calls, ["f"], [json.dumps(ORDER)])
+    assert keeps_schemas(calls, ["a-b"], []) == (calls == "gemma4")
 
 
 @pytest.mark.parametrize("calls", OWN)
