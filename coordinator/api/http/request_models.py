@@ -751,6 +751,7 @@ class ResponsesRequest(_OfOpenAI):
     mm_processor_kwargs: Annotated[Any, _TEXT_ONLY] = None
     stream_options: Annotated[Any, Ignored("events have no padding")] = None
     background: Annotated[Any, Refused("a response comes while its client waits", False)] = None
+    background_options: Annotated[Any, Refused("a response comes while its client waits")] = None
     context_management: Annotated[Any, Refused("send what the model is to read", [])] = None
     conversation: Annotated[Any, Refused(_STATELESS)] = None
     enable_response_messages: Annotated[Any, Refused("the response has output, and no messages", False)] = None
@@ -920,12 +921,17 @@ class MessagesRequest(Generating):
     cache_control: Annotated[Any, _CACHED] = None
     diagnostics: Annotated[Any, Ignored("the response has all there is")] = None
     metadata: Annotated[Any, _FOR_CLIENTS] = None
+    billing_policy: Annotated[Any, Ignored("nothing is billed")] = None
+    fallback_credit_token: Annotated[Any, Ignored("nothing is billed")] = None
+    fallbacks: Annotated[Any, Ignored("the model answers each request, or an error does")] = None
     speed: Annotated[Any, _ONE_CLASS] = None
     user_profile_id: Annotated[Any, _ANYBODY] = None
     workspace_id: Annotated[Any, _ANYBODY] = None
     container: Annotated[Any, Refused("tools are the client's own", [])] = None
     mcp_servers: Annotated[Any, Refused("tools are the client's own", [])] = None
     inference_geo: Annotated[Any, Refused("the server does not know its place")] = None
+    thread: Annotated[Any, Refused(_STATELESS)] = None
+    compaction: Annotated[Any, Refused("the server summarizes nothing")] = None
     context_management: Annotated[
         Any, Refused("send what the model is to read", {}, {"edits": []}, _CLEARS_NOTHING)
     ] = None

@@ -278,8 +278,10 @@ def test_what_cannot_be_is_refused_in_the_form_of_the_api(tmp_path):
 
 
 def test_every_field_of_anthropic_is_listed():
-    params = anthropic.types.message_create_params.MessageCreateParamsStreaming.__annotations__
-    assert params.keys() <= MessagesRequest.model_fields.keys()
+    """Those of the beta client too, which has `betas` for a header."""
+    params = anthropic.types.message_create_params.MessageCreateParamsBase.__annotations__
+    beta = anthropic.types.beta.message_create_params.MessageCreateParamsBase.__annotations__
+    assert {*params, *beta} - {"betas"} <= MessagesRequest.model_fields.keys()
 
 
 @pytest.mark.parametrize(
