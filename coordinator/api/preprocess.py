@@ -112,10 +112,16 @@ class Preprocessor:
         request_timeout_s: float,
         strict_fields: bool,
         max_answers: int,
+        slo_classes: Collection[str] = (),
     ) -> None:
-        """Create the preprocessor. `max_answers` is the largest number of sequences in flight, over all clients."""
+        """Create the preprocessor.
+
+        `max_answers` is the largest number of sequences in flight, over all clients, and `slo_classes` are the names of
+        the operator's SLO classes.
+        """
         self.model = model
         self.max_answers = max_answers
+        self.slo_classes = slo_classes
         self.unknown_fields = UnknownFields(strict=strict_fields)
         self._control = control
         self._max_logprobs = max_logprobs

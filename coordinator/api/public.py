@@ -25,6 +25,7 @@ from coordinator.api.preprocess import Preprocessor, ServedModel
 from coordinator.api.statuses import StatusInterceptor
 from coordinator.api.tls import ServerTls
 from coordinator.control.request_log import CallRecord
+from coordinator.control.slo import parse_slo_classes
 from coordinator.settings import CoordinatorSettings, api_keys, origins
 from protos import inference_pb2, inference_pb2_grpc
 from serving_core.errors import RequestError, SettingsError
@@ -77,6 +78,7 @@ class PublicApi:
             request_timeout_s=settings.request_timeout_s,
             strict_fields=settings.strict_fields,
             max_answers=settings.max_num_queued_reqs,
+            slo_classes=[each.name for each in parse_slo_classes(settings.slo_class)],
         )
         self._max_calls = settings.max_num_queued_reqs + SPARE_CALLS
         self._caps = caps(settings)

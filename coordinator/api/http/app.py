@@ -59,6 +59,7 @@ from coordinator.api.http.requests import (
     parse_chat,
     parse_completion,
     parse_tokenize,
+    service_tier,
     set_limits,
 )
 from coordinator.api.http.responses import ChatFormatter, ChoiceFormatter, CompletionFormatter
@@ -268,12 +269,13 @@ class Endpoints:
         def convert(body: Q) -> tuple[str, ParsedRequest]:
             request_id = given or body.request_id or drawn
             parsed = parse(body, request_id)
-            names = {**parsed.names, **set_limits(parsed.requests, body, request.headers)}
+            limits = set_limits(parsed.requests, body, request.headers, self._preprocessor.slo_classes)
+            names = {**parsed.names, **limits}
             if given:
                 names["request_id"] = REQUEST_ID_HEADER
             if parsed.offer is not None and parsed.offer.schema:
                 names["json_schema"] = "tools"
-            return request_id, replace(parsed, names=names)
+            return request_id, replace(parsed, names=names, service_tier=service_tier(parsed.requests, body))
 
         with self._preprocessor.noting_refusal(CallRecord(given or drawn, ASKER.get())):
             request_id, parsed = await self._read(request, read, convert)

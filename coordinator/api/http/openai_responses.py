@@ -131,6 +131,7 @@ class ResponsesCall(Translation[ResponsesRequest]):
             "object": "response",
             "created_at": self._completion["created"],
             "model": self._completion["model"],
+            "service_tier": self._completion.get("service_tier"),
             "status": status,
             "error": None,
             "incomplete_details": None,

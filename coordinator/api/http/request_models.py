@@ -56,6 +56,7 @@ from coordinator.control.slo import MAX_PRIORITY
 from coordinator.text.calls.reader import MAX_CALLS, NAME
 from serving_core.requests import SAMPLING_RANGES
 
+MAX_TIER_CHARS: Final = 64
 MAX_ARGUMENTS_CHARS: Final = 2**20  # of one tool call
 MAX_CONVERSATIONS: Final = 256
 MAX_INCLUDED: Final = 32
@@ -322,7 +323,9 @@ class Generating(RequestModel):
     slo_class: str | None = Field(None, description="SLO class, of those that the operator has set")
     priority: _Priority = None
     request_id: _RequestId = None
-    service_tier: Annotated[Any, _ONE_CLASS] = None
+    service_tier: Annotated[str, Field(max_length=MAX_TIER_CHARS)] | None = Field(
+        None, description="SLO class of this name, if the operator has set one and slo_class is not given"
+    )
     beam_width: Annotated[Any, Refused(_BEAMS, 1)] = None
     num_beams: Annotated[Any, Refused(_BEAMS, 1)] = None
     use_beam_search: Annotated[Any, Refused(_BEAMS, False)] = None

@@ -7,7 +7,7 @@ depend on the model or the fleet are checked where the gRPC API checks them.
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -100,6 +100,7 @@ class ParsedRequest:
     includes_thoughts: bool = True
     offer: Offer | None = None  # tools that the output may call
     terms: Terms = USUAL
+    service_tier: str | None = None  # of the response; None if none was asked for
 
 
 def parse_completion(request: CompletionRequest, request_id: str) -> ParsedRequest:
@@ -478,21 +479,36 @@ _HEADERS: Final = {
     "slo_class": "x-slo-class",
     "priority": "x-slo-priority",
 }
+DEFAULT_TIER: Final = "default"
 _INTEGER: Final = re.compile(r"-?[0-9]{1,9}")
 
 
-def set_limits(requests: Sequence[GenerateRequest], request: Generating, headers: Mapping[str, str]) -> dict[str, str]:
+def set_limits(
+    requests: Sequence[GenerateRequest],
+    request: Generating,
+    headers: Mapping[str, str],
+    slo_classes: Collection[str] = (),
+) -> dict[str, str]:
     """Set SLO, class and priority in all requests of a call; the body overrides headers.
 
-    Returns the headers that were used, by field. Raises RequestError.
+    A service tier that is one of the operator's SLO classes is the class of a request that names none. Returns the
+    headers that were used, by field. Raises RequestError.
     """
     values = {name: getattr(request, name) for name in _HEADERS}
     taken = {name: header for name, header in _HEADERS.items() if values[name] is None and header in headers}
     values |= {name: _read(name, header, headers[header]) for name, header in taken.items()}
+    if values["slo_class"] is None and request.service_tier in slo_classes:
+        values["slo_class"] = request.service_tier
     for name, value in values.items():
         for each in requests if value is not None else ():
             setattr(each, name, value)
     return taken
+
+
+def service_tier(requests: Sequence[GenerateRequest], request: Generating) -> str | None:
+    """Return the service tier for the response: the SLO class, or DEFAULT_TIER without one; None if none was asked
+    for."""
+    return None if request.service_tier is None else requests[0].slo_class or DEFAULT_TIER
 
 
 def _read(name: str, header: str, text: str) -> Any:

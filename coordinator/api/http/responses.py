@@ -381,13 +381,15 @@ class Envelope:
     def __init__(self, formatter: ChoiceFormatter, request_id: str, model: str) -> None:
         self._formatter = formatter
         self._same = {"id": f"{formatter.id_prefix}{request_id}", "created": int(time.time()), "model": model}
+        tier = formatter.parsed.service_tier
+        self._tier = {"service_tier": tier} if tier else {}
 
     def event(self, choices: list[dict[str, Any]], **others: Any) -> dict[str, Any]:
-        return {**self._same, "object": self._formatter.event_object, "choices": choices, **others}
+        return {**self._same, "object": self._formatter.event_object, "choices": choices, **self._tier, **others}
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage, **others: Any) -> dict[str, Any]:
         response = {**self._same, "object": self._formatter.whole_object, "choices": choices}
-        return {**response, **UNKNOWN, "usage": usage.to_json(), **others}
+        return {**response, **UNKNOWN, **self._tier, "usage": usage.to_json(), **others}
 
 
 def attainment_object(attainment: Attainment) -> dict[str, Any]:

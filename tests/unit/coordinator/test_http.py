@@ -95,6 +95,33 @@ def test_limits_come_in_the_body_or_in_headers_and_the_answer_tells_what_became_
     run(scenario())
 
 
+TIERS = [  # the fields, the priority of the class, and the tier that is told
+    ({"service_tier": "flex"}, 10, "flex"),
+    ({"service_tier": "auto"}, 0, "default"),
+    ({"service_tier": "flex", "slo_class": "fast"}, -5, "fast"),
+    ({"service_tier": "flex", "priority": 2}, 2, "flex"),
+    ({}, 0, None),
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_service_tier_is_the_slo_class_of_its_name_and_the_answer_says_which_it_was(tmp_path, path):
+    async def scenario():
+        async with http_cluster(tmp_path, slo_class=("flex=priority:10", "fast=priority:-5")) as (c, client):
+            for fields, priority, told in TIERS:
+                fields = {**fields, "input": "hi"} if path == "/v1/responses" else fields
+                call = post(client, path, **fields)
+                attempt, job = await begin(c)
+                assert job.priority == priority
+                await hand_over(c, attempt, "a")
+                await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+                reply = await call
+                assert reply.status_code == 200, reply.text
+                assert reply.json().get("service_tier") == (None if path == "/v1/messages" else told)
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("headers", "fields", "field", "message"),
     [
