@@ -113,7 +113,7 @@ def test_a_service_tier_is_the_slo_class_of_its_name_and_the_answer_says_which_i
                 call = post(client, path, **fields)
                 attempt, job = await begin(c)
                 assert job.priority == priority
-                await hand_over(c, attempt, "a")
+                await transfer(c, attempt, "a")
                 await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
                 reply = await call
                 assert reply.status_code == 200, reply.text
