@@ -53,22 +53,24 @@ class DecodeScheduler:
 
     def plan(self) -> list[Work]:
         """Return one token for each running sequence that has or gets a block for it, oldest first."""
-        works: list[Work] = []
-        taken: set[NodeRequest] = set()
+        works, block_size = list[Work](), self._leases.block_size
         for node_request in self._node_requests.in_state(RequestState.RUNNING):
-            if (
-                node_request.state is RequestState.RUNNING
-                and not node_request.is_ending
-                and self._hold(node_request, taken)
-            ):
-                taken.add(node_request)
+            if node_request.state is not RequestState.RUNNING or node_request.ending is not None:
+                continue
+            request, lease, num_computed = node_request.request, node_request.lease, node_request.num_computed
+            if lease is not None and node_request.distributed is None:
+                num_tokens, block_ids = len(request.token_ids), lease.block_ids
+                if num_tokens <= len(block_ids) * block_size:  # the usual case, without a call for each of its parts
+                    works.append(Work(request, num_computed, num_tokens - num_computed, block_ids))
+                    continue
+            if self._hold(node_request, works):
                 works.append(node_request.work(node_request.num_to_compute))
         return works
 
-    def _hold(self, node_request: NodeRequest, taken: set[NodeRequest]) -> bool:
+    def _hold(self, node_request: NodeRequest, works: Sequence[Work]) -> bool:
         """Return whether a sequence has blocks for its next token, preempting requests if needed.
 
-        Requests in `taken` are already in the step and are not preempted.
+        Requests in `works` are already in the step and are not preempted.
         """
         num_missing = self._leases.num_missing(node_request, node_request.num_computed + node_request.num_to_compute)
         if not num_missing and not node_request.is_moving:
@@ -81,6 +83,7 @@ class DecodeScheduler:
         while num_missing > self._leases.num_free:
             if any(each.is_revoked for each in self._node_requests):
                 return False  # the blocks of the revoked credit come free soon
+            taken = {self._node_requests.of(work.request) for work in works}
             victim = self._preemption.victim_for_block(node_request, taken)
             if victim is None or (victim is node_request and node_request.distributed is not None):
                 return False  # a transfer that holds blocks will end, and then there is a victim

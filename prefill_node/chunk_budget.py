@@ -104,8 +104,8 @@ class ChunkBudget:
     def begin(self, answers: Sequence[NodeRequest], prompts: Sequence[NodeRequest], now: float) -> None:
         """Begin a step in which each sequence in `answers` gets a token and chunks of `prompts` may be computed."""
         self._note_new(prompts, now)
-        is_limited = any(each.due is not None and each.due.tpot_s < math.inf for each in answers)
-        is_limited = is_limited or any(due_s(each) < math.inf for each in prompts)
+        limits = [each.due for each in answers if each.due is not None]
+        is_limited = any(due.tpot_s < math.inf for due in limits) or any(due_s(each) < math.inf for each in prompts)
         self._step = _Step(answers, now) if is_limited else None
         self._is_limited = is_limited
 

@@ -155,7 +155,7 @@ def tell_token(
     request."""
     attempt = wire.attempt
     attempt.request_id, attempt.epoch = request.request_id, request.epoch
-    wire.index = request.num_output_tokens - 1
+    wire.index = len(request.token_ids) - request.num_prompt_tokens - 1
     wire.token_id = token.token_id
     if finish_reason is not None:
         wire.finish_reason = FINISH_REASONS[finish_reason]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, Protocol
 
 from serving_core.errors import RequestError
@@ -144,9 +145,8 @@ class DraftWork(NamedTuple):
     num_draft_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """The result of one Work that samples, or a prompt token with its score.
+class SampledToken(NamedTuple):
+    """The result of one Work that samples, or a prompt token with its score. A tuple, which is fast to create.
 
     Logprobs are natural logs of the model's own distribution, before penalties, bias and temperature (vLLM's raw
     logprobs), and like vLLM's over the tokens that a grammar allows.
@@ -216,25 +216,37 @@ class Work(NamedTuple):
         return taken
 
 
-def finish_reason(request: Request, eos_token_ids: Sequence[int]) -> FinishReason | None:
-    """Return why the last token of the request ends its output, or None. The coordinator handles stop strings."""
-    return _reason_of(request.sampling, request.token_ids[-1], request.num_output_tokens, eos_token_ids)
+_draft_tokens_of: Final = attrgetter("draft_tokens")
+
+
+def has_drafts(works: Sequence[Work]) -> bool:
+    """Return whether a step verifies draft tokens."""
+    return any(map(_draft_tokens_of, works))
+
+
+def take_each(works: Sequence[Work], tokens: Sequence[SampledToken]) -> list[list[SampledToken]]:
+    """Return the tokens of each of these works from the results of their step."""
+    if len(tokens) == len(works) and not has_drafts(works):
+        return [[token] for token in tokens]
+    sampled = iter(tokens)
+    return [work.take(sampled) for work in works]
+
+
+def finish_reason(request: Request, eos_token_ids: Sequence[int], next_id: int | None = None) -> FinishReason | None:
+    """Return why the last token of the request ends its output, or None; with `next_id`, why that token would do so as
+    the next one. The coordinator handles stop strings.
+    """
+    sampling, num_output_tokens = request.sampling, len(request.token_ids) - request.num_prompt_tokens
+    if next_id is None:
+        last = request.token_ids[-1]
+    else:
+        last, num_output_tokens = next_id, num_output_tokens + 1
+    is_stop = last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos)
+    if is_stop and num_output_tokens >= sampling.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_output_tokens >= sampling.max_tokens else None
 
 
 def would_end(request: Request, sampled: SampledToken, eos_token_ids: Sequence[int]) -> bool:
     """Return whether this result of the next step would end the output of the request: a last token, or no token."""
-    if not sampled.is_token:
-        return True
-    return _reason_of(request.sampling, sampled.token_id, request.num_output_tokens + 1, eos_token_ids) is not None
-
-
-def _reason_of(
-    sampling: SamplingParams, last: int, num_output_tokens: int, eos_token_ids: Sequence[int]
-) -> FinishReason | None:
-    if num_output_tokens >= sampling.min_tokens and (
-        last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos)
-    ):
-        return FinishReason.STOP
-    if num_output_tokens >= sampling.max_tokens:
-        return FinishReason.LENGTH
-    return None
+    return not sampled.is_token or finish_reason(request, eos_token_ids, sampled.token_id) is not None

@@ -11,7 +11,7 @@ from serving_core.node.leases import Leases
 from serving_core.node.prefix import hint_of
 from serving_core.node.requests import NodeRequest, NodeRequests, RequestEvent, RequestState
 from serving_core.node.tiers import TierIndex
-from serving_core.requests import SampledToken, finish_reason
+from serving_core.requests import FinishReason, SampledToken, Work, finish_reason
 from serving_node.transfers import Endings
 
 MAX_HINTS: Final = 2**16  # of each kind in one message
@@ -96,16 +96,36 @@ class Outputs:
 
     def take(
         self,
+        node_requests: Sequence[NodeRequest],
+        works: Sequence[Work],
+        given: Sequence[Sequence[SampledToken]],
+        step_tokens: fleet_pb2.StepTokens,
+        now: float,
+    ) -> list[NodeRequest]:
+        """Record the tokens that a step gave each request. Return the requests whose last token is among them.
+
+        A first token is reported at once; others go into `step_tokens`.
+        """
+        ended: list[NodeRequest] = []
+        for node_request, work, tokens in zip(node_requests, works, given, strict=True):
+            if work.draft_tokens:
+                has_ended = self._take_drafted(node_request, tokens, step_tokens, len(work.draft_tokens), now)
+            else:
+                has_ended = bool(tokens) and self._take_one(node_request, tokens[0], step_tokens, now)
+            if has_ended:
+                ended.append(node_request)
+        return ended
+
+    def _take_drafted(
+        self,
         node_request: NodeRequest,
         tokens: Sequence[SampledToken],
         step_tokens: fleet_pb2.StepTokens,
         num_draft_tokens: int,
         now: float,
     ) -> bool:
-        """Record the tokens that a step gave a request. Return whether the last one ends it.
-
-        A first token is reported at once; others go into `step_tokens`. The KV of all but the last token is computed:
-        they were draft tokens, none of which ends the output.
+        """Record the tokens of a request with draft tokens. The KV of all but the last token is computed: they were
+        draft tokens, none of which ends the output.
         """
         has_ended, reported = False, step_tokens.tokens
         num_before = len(reported)
@@ -113,9 +133,8 @@ class Outputs:
             if index:
                 node_request.num_computed += 1
                 self._leases.publish(node_request)
-            if token.is_token:
-                has_ended = self._take_one(node_request, token, step_tokens, now)
-        if num_draft_tokens and len(reported) > num_before:
+            has_ended = self._take_one(node_request, token, step_tokens, now)
+        if len(reported) > num_before:
             reported[-1].num_proposed, reported[-1].num_accepted = num_draft_tokens, len(reported) - num_before - 1
         return has_ended
 
@@ -123,28 +142,42 @@ class Outputs:
         self, node_request: NodeRequest, token: SampledToken, step_tokens: fleet_pb2.StepTokens, now: float
     ) -> bool:
         """Record one token of a request; a cancelled request reports nothing. Return whether it is the last token."""
-        request, is_first = node_request.request, not node_request.has_first_token
+        if token.error is not None or token.embedding:
+            return False  # no token
+        request = node_request.request
         request.token_ids.append(token.token_id)
-        node_request.has_first_token = True
         reason = finish_reason(request, self._eos_token_ids)
-        if is_first or reason is not None:
-            self._cache_report.report()  # before the client can send its next request
-        if is_first:
-            node_request.note_first_token(now)
-        if node_request.ending is None and is_first:
-            first_token = self._first_token(node_request, now)
-            convert.tell_token(first_token.token, request, token, reason)
-            convert.tell_scores(first_token.token, request.scores)
-            self._decisions.report(first_token=first_token)
-        elif node_request.ending is None:
-            convert.tell_token(step_tokens.tokens.add(), request, token, reason)
-        if node_request.only_prefills:
-            assert node_request.outgoing is not None
-            if reason is None:
-                node_request.outgoing.tail = [token.token_id]
-        elif node_request.state is not RequestState.RUNNING:
-            self._node_requests.apply(node_request, RequestEvent.SAMPLED)
+        if not node_request.has_first_token:
+            self._take_first(node_request, token, reason, now)
+        else:
+            if reason is not None:
+                self._cache_report.report()  # before the client can send its next request
+            if node_request.ending is None:
+                convert.tell_token(step_tokens.tokens.add(), request, token, reason)
+        if node_request.state is not RequestState.RUNNING:
+            self._prefilled(node_request, token, reason)
         return reason is not None
+
+    def _take_first(
+        self, node_request: NodeRequest, token: SampledToken, reason: FinishReason | None, now: float
+    ) -> None:
+        node_request.has_first_token = True
+        self._cache_report.report()  # before the client can send its next request
+        node_request.note_first_token(now)
+        if node_request.ending is None:
+            first_token = self._first_token(node_request, now)
+            convert.tell_token(first_token.token, node_request.request, token, reason)
+            convert.tell_scores(first_token.token, node_request.request.scores)
+            self._decisions.report(first_token=first_token)
+
+    def _prefilled(self, node_request: NodeRequest, token: SampledToken, reason: FinishReason | None) -> None:
+        """Take a request whose prompt is computed to its next state, unless another node decodes it."""
+        if not node_request.only_prefills:
+            self._node_requests.apply(node_request, RequestEvent.SAMPLED)
+            return
+        assert node_request.outgoing is not None
+        if reason is None:
+            node_request.outgoing.tail = [token.token_id]
 
     def end_without_token(self, node_request: NodeRequest, last: SampledToken, now: float) -> None:
         """End a request whose result is no token: the prompt's embedding, or an error."""

@@ -24,7 +24,7 @@ from serving_core.node.costs import StepCosts, StepLoad, StepRates
 from serving_core.node.leases import Leases
 from serving_core.node.requests import Key, NodeRequest, NodeRequests, RequestState, fit_all
 from serving_core.node.tiers import TierIndex
-from serving_core.requests import Guide, Request, SampledToken, Work, would_end
+from serving_core.requests import Guide, Request, SampledToken, Work, has_drafts, take_each, would_end
 from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.admission import Admission, Arrivals
 from serving_node.decisions import CompileGrammar, Decisions, SendHeartbeat
@@ -346,10 +346,9 @@ class NodeScheduler:
         while self._refuse_hopeless() or (not works and self._unblock()):
             self._admit()
             works = works or self._plan(now)
-        for work in works:
-            node_request = self._node_requests.of(work.request)
+        for node_request, work in zip(self._node_requests.of_each(works), works, strict=True):
             node_request.num_in_step = 1 + len(work.draft_tokens)
-            if node_request.prefill_began_s is None and not node_request.has_first_token:
+            if not node_request.has_first_token and node_request.prefill_began_s is None:
                 node_request.prefill_began_s = now
         return works
 
@@ -386,8 +385,8 @@ class NodeScheduler:
 
     def _plan(self, now: float) -> list[Work]:
         works = self._decode.plan()
-        answers = [self._node_requests.of(work.request) for work in works]
-        num_left = self._limits.max_num_batched_tokens - sum(work.num_tokens for work in works)
+        answers = self._node_requests.of_each(works)
+        num_left = self._limits.max_num_batched_tokens - sum([work.num_tokens for work in works])
         is_full = not num_left and self._prefill.oldest_age < answers[-1].age
         budget = 1 if is_full else min(self._shape.prompt_tokens or num_left, num_left)
         may_start = self._admission.start_rule(
@@ -424,6 +423,8 @@ class NodeScheduler:
 
     def sends_while(self, works: Sequence[Work]) -> list[Work]:
         """Return the parts of a step whose blocks may be sent while the step computes."""
+        if not self._node_requests.count(RequestState.PREFILLING):
+            return []  # as in most steps
         return [work for work in works if self._node_requests.of(work.request).is_outgoing]
 
     def step_done(
@@ -440,19 +441,21 @@ class NodeScheduler:
         `goes_on` means that the step ended no sequence and the step planned ahead already runs, as if `plan` had
         returned it.
         """
-        node_requests = [self._node_requests.of(work.request) for work in works]
-        sampled = iter(tokens)
-        taken_by = [(node_request, work.take(sampled)) for node_request, work in zip(node_requests, works, strict=True)]
-        given = [(each, [] if each.request.remote_kv_error else taken) for each, taken in taken_by]
-        self._count_step(node_requests, works, [len(taken) for _, taken in given], step_s, now)
-        for work, (node_request, taken) in zip(works, given, strict=True):
-            self._advance(node_request, work, goes_on, is_good=not (taken and taken[-1].error))
+        node_requests = self._node_requests.of_each(works)
+        given = take_each(works, tokens)
+        if self.distributed_kv is not None:
+            given = [[] if work.request.remote_kv_error else taken for work, taken in zip(works, given, strict=True)]
+        self._count_step(node_requests, works, list(map(len, given)), step_s, now)
+        for node_request, work in zip(node_requests, works, strict=True):
+            node_request.num_in_step = 1 if goes_on else 0
+            node_request.num_computed += work.num_tokens
+        odd = [token for token in tokens if token.error is not None or token.embedding]
+        taken_by = list(zip(node_requests, given, strict=True))
+        # A failed part publishes no blocks.
+        good = [each for each, taken in taken_by if not (taken and taken[-1].error)] if odd else node_requests
+        self._leases.publish_all(good)
         step_tokens = fleet_pb2.StepTokens(step_s=step_s)
-        ended = [
-            node_request
-            for work, (node_request, taken) in zip(works, given, strict=True)
-            if self._outputs.take(node_request, taken, step_tokens, len(work.draft_tokens), now)
-        ]
+        ended = self._outputs.take(node_requests, works, given, step_tokens, now)
         if step_tokens.tokens:
             self.decisions.report(step_tokens=step_tokens)
         if outgoing := [each for each in node_requests if each.outgoing is not None]:
@@ -462,7 +465,7 @@ class NodeScheduler:
             self._endings.end(node_request)
         for source in self._step_sources:
             source.after_step(node_requests, step_s, now)
-        for node_request, taken in given:
+        for node_request, taken in taken_by if outgoing or odd else ():
             if taken and (taken[-1].embedding or taken[-1].error is not None):
                 self._outputs.end_without_token(node_request, taken[-1], now)
             elif taken and node_request.migration is not None:
@@ -488,7 +491,7 @@ class NodeScheduler:
     ) -> None:
         """Count a finished step. Steps with draft tokens are left out of the cost measurements."""
         load = _load_of(node_requests, works)
-        has_draft_tokens = any(work.draft_tokens for work in works)
+        has_draft_tokens = has_drafts(works)
         if not has_draft_tokens:
             self._rates.add(load.num_prompt_tokens, load.num_answers, step_s)
             self._prefill.chunk_budget.took(load, step_s, now)
@@ -504,13 +507,6 @@ class NodeScheduler:
             node_request.num_in_step = 0
             self._endings.fail(node_request, reasons.STEP_FAILED, cause)
         self._settle_step(node_requests)
-
-    def _advance(self, node_request: NodeRequest, work: Work, goes_on: bool, *, is_good: bool) -> None:
-        """Advance a request by its part of the step, without draft tokens. A failed part publishes no blocks."""
-        node_request.num_in_step = int(goes_on)
-        node_request.num_computed += work.num_tokens
-        if is_good:
-            self._leases.publish(node_request)
 
     def _settle_step(self, node_requests: Sequence[NodeRequest]) -> None:
         for node_request in node_requests:
@@ -600,11 +596,14 @@ class NodeScheduler:
 
 def _load_of(node_requests: Sequence[NodeRequest], works: Sequence[Work]) -> StepLoad:
     """Return the load of a step with these requests and their scheduled tokens."""
-    load = StepLoad()
-    for node_request, work in zip(node_requests, works, strict=True):
-        if node_request.state is RequestState.RUNNING:
-            load.num_answers += 1
-            load.num_cached += work.start
-        else:
-            load.add_chunk(work.start, work.num_tokens)
+    running = [
+        work.start
+        for node_request, work in zip(node_requests, works, strict=True)
+        if node_request.state is RequestState.RUNNING
+    ]
+    load = StepLoad(len(running), sum(running))
+    if len(running) < len(works):
+        for node_request, work in zip(node_requests, works, strict=True):
+            if node_request.state is not RequestState.RUNNING:
+                load.add_chunk(work.start, work.num_tokens)
     return load

@@ -497,14 +497,17 @@ class Ledger:
                 self._hold(node, part, decoded.decode_hashes)
             self._put(request_id, node, part)
 
-    def tokens_came(self, request_id: str, node: Node, num_tokens: int) -> None:
-        """Record new tokens of the sequence on its decode node."""
-        request = self._requests[request_id]
-        request.num_output += num_tokens
-        if request.due is not None and request.num_output >= request.most_output:
-            self._guess(request)
-        request.parts[node].tokens_held += num_tokens
-        self._accounts[node].tokens_held += num_tokens
+    def tokens_came(self, request_ids: Sequence[str], node: Node, num_tokens: int = 1) -> None:
+        """Record `num_tokens` new tokens of each of these sequences on their decode node."""
+        requests = self._requests
+        for request_id in request_ids:
+            request = requests[request_id]
+            request.num_output += num_tokens
+            if request.due is not None and request.num_output >= request.most_output:
+                self._guess(request)
+            request.parts[node].tokens_held += num_tokens
+        if request_ids:
+            self._accounts[node].tokens_held += num_tokens * len(request_ids)
 
     def release(self, request_id: str, node: Node) -> None:
         """Record that the node has no part in the request any more. A node without a part is ignored."""

@@ -318,11 +318,14 @@ class Scheduler:
 
     def step_tokens(self, node: Node, event: fleet_pb2.StepTokens, now: float) -> list[Instruction]:
         """Handle the tokens of one step of a decode node: nearly all events are of this kind."""
-        requests, metrics, instructions = self._requests, self._metrics, list[Instruction]()
-        node.num_generated_tokens += len(event.tokens)
-        for token in event.tokens:
+        requests, instructions, usual = self._requests, list[Instruction](), list[str]()
+        observe, tokens = self._metrics.itl.observe, event.tokens
+        last_s, num_since = now, 0  # of the outputs before this one whose last tokens came together
+        node.num_generated_tokens += len(tokens)
+        for token in tokens:
             about = token.attempt
-            request = requests.get(about.request_id)
+            request_id = about.request_id
+            request = requests.get(request_id)
             if request is None:
                 continue
             if request.state is _DECODING and not (token.finish_reason or token.num_proposed):
@@ -331,14 +334,19 @@ class Scheduler:
                 is_current = attempt.epoch == about.epoch and attempt.decode is node
                 if is_current and token.index == len(output) and not attempt.early:
                     output.append(token.token_id)
-                    metrics.num_generated_tokens += 1
-                    metrics.itl.observe(now - timeline.last_token_s)
+                    if timeline.last_token_s != last_s:
+                        observe(now - last_s, num_since)
+                        last_s, num_since = timeline.last_token_s, 0
+                    num_since += 1
                     timeline.last_token_s = now
-                    self._ledger.tokens_came(about.request_id, node, 1)
-                    instructions.append(Emit(about.request_id, [token]))
+                    usual.append(request_id)
+                    instructions.append(Emit(request_id, [token]))
                     continue
             if self._may_sample(request, node, token) and token.index >= len(request.output):
                 instructions += self._handle(request, "token", node, _StepToken(token, event.step_s), now)
+        observe(now - last_s, num_since)
+        self._metrics.num_generated_tokens += len(usual)
+        self._ledger.tokens_came(usual, node)
         return instructions
 
     def _may_sample(self, request: Request, node: Node, token: fleet_pb2.SampledToken) -> bool:
@@ -709,7 +717,7 @@ class Scheduler:
             self._admission.first_token(request, self._num_without_token, now)
         if request.state is State.MIGRATED:
             self._migrations.tokens_came(request, tokens[0].index, tokens[-1].index, gap_s, now)
-        self._ledger.tokens_came(request.request_id, attempt.decode, len(tokens))
+        self._ledger.tokens_came([request.request_id], attempt.decode, len(tokens))
         emit = Emit(request.request_id, tokens, request.num_cached_tokens if is_first else None)
         if not finish_reason:
             return [emit]

@@ -1,6 +1,6 @@
 """Manage the blocks of a node's requests, shared by block hash. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from serving_core.layout import KVLayout
@@ -39,6 +39,7 @@ class Leases:
         """
         self._allocator = allocator
         self._layout = layout
+        self._num_state_blocks = layout.num_state_blocks
         self._numerics = numerics
         self._of_chunk, self._of_step = (numerics + (EITHER if is_batch_invariant else kind) for kind in (CHUNK, STEP))
         self.on_remote_kv_left: Callable[[Sequence[Any]], None] | None = None
@@ -93,18 +94,16 @@ class Leases:
 
     def num_missing(self, node_request: NodeRequest, num_tokens: int) -> int:
         """Return how many blocks the lease lacks for num_tokens tokens in all."""
-        assert node_request.lease is not None
-        num_held = len(node_request.lease.block_ids)
-        if node_request.distributed is not None:
-            num_held += node_request.distributed.num_remote_blocks
-        num_missing = self._layout.num_blocks_for(num_tokens) - num_held
-        return num_missing if num_missing > 0 else 0
+        return max(0, self._layout.num_blocks_for(num_tokens) - self._num_held(node_request))
 
     def num_tokens_held(self, node_request: NodeRequest) -> int:
         """Return how many tokens the request has blocks for, on this node and in remote KV."""
-        assert node_request.lease is not None
-        num_held = node_request.num_remote_blocks + len(node_request.lease.block_ids)
-        return (num_held - self._layout.num_state_blocks) * self._layout.block_size
+        return (self._num_held(node_request) - self._num_state_blocks) * self._layout.block_size
+
+    def _num_held(self, node_request: NodeRequest) -> int:
+        lease, distributed = node_request.lease, node_request.distributed
+        assert lease is not None
+        return len(lease.block_ids) if distributed is None else distributed.num_remote_blocks + len(lease.block_ids)
 
     def shed(self, node_request: NodeRequest, num_blocks: int) -> None:
         """Release the leading blocks, which remote KV now holds."""
@@ -127,22 +126,30 @@ class Leases:
         assert node_request.lease is not None
         node_request.lease.grow(num_blocks)
 
+    def publish_all(self, node_requests: Iterable[NodeRequest]) -> None:
+        """Publish the blocks of these requests. Costs little for a request without a new full block."""
+        block_size = self._layout.block_size
+        for node_request in node_requests:
+            lease = node_request.lease
+            if lease is None or node_request.num_computed // block_size > lease.num_published:
+                self.publish(node_request)
+
     def publish(self, node_request: NodeRequest) -> None:
         """Publish the blocks that are full of computed KV, so that other requests can share them.
 
         Blocks that became full since the last call, and were not passed to `copied`, were computed by this node in the
         way that the request's state tells.
         """
-        assert node_request.lease is not None
-        num_full = self._full_blocks(node_request.num_computed)
-        has_names = self._allocator.caching and node_request.distributed is None
-        if not has_names or num_full <= node_request.lease.num_published:
+        lease = node_request.lease
+        assert lease is not None
+        num_full = node_request.num_computed // self._layout.block_size
+        if num_full <= lease.num_published or not self._allocator.caching or node_request.distributed is not None:
             return
         names = node_request.names
         if (num_new := num_full - len(names.names)) > 0:
             others = [self._own_numerics_id(node_request)] * (num_new - 1)
             names.add(node_request.request.token_ids, self._numerics_id(node_request), *others)
-        node_request.lease.publish(names.names)
+        lease.publish(names.names)
 
     def copied(self, node_request: NodeRequest, made: Sequence[tuple[bytes, int]]) -> None:
         """Record that the KV behind the blocks found here has arrived from another node.

@@ -280,8 +280,8 @@ class NodeRequest:
         """Return the known tokens whose KV is missing here: 1 for a request that decodes. Tokens behind a prompt that
         another node decodes do not count.
         """
-        num_tokens = self.num_given if self.only_prefills else len(self.request.token_ids)
-        return num_tokens - self.num_computed
+        is_decoded = self.decode_place is DecodePlace.HERE
+        return (len(self.request.token_ids) if is_decoded else self.num_given) - self.num_computed
 
     @property
     def num_ahead(self) -> int:
@@ -336,7 +336,7 @@ class NodeRequest:
         """Return the request's part of a step that computes num_tokens more tokens."""
         assert self.lease is not None
         block_ids = self.lease.block_ids
-        if self.num_remote_blocks:  # the entries in place of remote blocks are not read
+        if self.distributed is not None:  # the entries in place of remote blocks are not read
             block_ids = [0] * self.num_remote_blocks + block_ids
         return Work(self.request, self.num_computed, num_tokens, block_ids)
 
@@ -412,6 +412,8 @@ class NodeRequests:
 
     def __init__(self) -> None:
         self._by_key: dict[Key, NodeRequest] = {}
+        self._by_request: dict[Request, NodeRequest] = {}
+        self.of: Callable[[Request], NodeRequest] = self._by_request.__getitem__
         self._by_age: list[NodeRequest] = []
         self._by_state: list[list[NodeRequest]] = [[] for _ in range(max(RequestState) + 1)]  # by age too
 
@@ -427,11 +429,13 @@ class NodeRequests:
     def add(self, node_request: NodeRequest) -> None:
         assert node_request.key not in self._by_key
         self._by_key[node_request.key] = node_request
+        self._by_request[node_request.request] = node_request
         insort(self._by_age, node_request, key=_order)
         insort(self._by_state[node_request.state], node_request, key=_order)
 
     def remove(self, node_request: NodeRequest) -> None:
         del self._by_key[node_request.key]
+        del self._by_request[node_request.request]
         self._by_age.remove(node_request)
         self._by_state[node_request.state].remove(node_request)
 
@@ -446,18 +450,17 @@ class NodeRequests:
     def find(self, attempt: Attempt) -> NodeRequest | None:
         return self._by_key.get((attempt.request_id, attempt.epoch))
 
-    def of(self, request: Request) -> NodeRequest:
-        return self._by_key[request.request_id, request.epoch]
+    def of_each(self, works: Sequence[Work]) -> list[NodeRequest]:
+        """Return the request of each of these works."""
+        return list(map(self.of, [work.request for work in works]))
 
     def in_state(self, *states: RequestState) -> Iterator[NodeRequest]:
         """Iterate over the requests now in these states, oldest first, even if they change state meanwhile."""
-        there = list(filter(None, map(self._by_state.__getitem__, states)))
-        if len(there) > 1:
-            return merge(*map(list, there), key=_order)
-        return iter(list(there[0]) if there else ())
+        there = [list(requests) for state in states if (requests := self._by_state[state])]
+        return merge(*there, key=_order) if len(there) > 1 else iter(there[0] if there else ())
 
     def count(self, *states: RequestState) -> int:
-        return sum(map(len, map(self._by_state.__getitem__, states)))
+        return sum([len(self._by_state[state]) for state in states])
 
     def steady(self, works: Sequence[Work]) -> Sequence[NodeRequest]:
         """Return the sequences of a decode step if the next step has the same ones, unless one ends or an event comes.

@@ -20,7 +20,7 @@ from coordinator.settings import ADMIT_ALL, CoordinatorSettings
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
-from splitserve_bench.simulate.events import Agenda, Line
+from splitserve_bench.simulate.events import Agenda, Event, Line
 from splitserve_bench.simulate.node import SimulatedNode
 
 TICK_S: Final = 0.25
@@ -40,7 +40,7 @@ class Attachment:
 
     node: SimulatedNode
     commands: Line[fleet_pb2.NodeCommand]
-    events: Line[fleet_pb2.NodeEvent]
+    events: Line[Event]
 
 
 class SimulatedCoordinator:
@@ -98,15 +98,16 @@ class SimulatedCoordinator:
             attachment.node.report_load()
             self._agenda.after(self._settings.heartbeat_s, lambda: self._report_load(known))
 
-    def _receive(self, known: Node, event: fleet_pb2.NodeEvent) -> None:
-        now = self._agenda.now
-        kind = event.WhichOneof("event")
-        if kind == "heartbeat":
-            self.registry.heartbeat(known, event.heartbeat, now)
+    def _receive(self, known: Node, event: Event) -> None:
+        now, (kind, body) = self._agenda.now, event
+        if kind == "step_tokens":
+            self.apply(self.scheduler.step_tokens(known, body, now), now)
+        elif kind == "heartbeat":
+            self.registry.heartbeat(known, body, now)
         elif kind == "cache_changed":
-            self.registry.cache_changed(known, event.cache_changed)
+            self.registry.cache_changed(known, body)
         else:
-            self.apply(self.scheduler.handle(known, event, now), now)
+            self.apply(self.scheduler.handle(known, fleet_pb2.NodeEvent(**{kind: body}), now), now)
 
     def _lose(self, known: Node) -> list[Instruction]:
         attachment = self._attachments.pop(known)

@@ -1,7 +1,7 @@
 """What things take in a simulation: the seconds of a profile, how they vary, and how nodes of one machine slow each
 other down."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
@@ -30,17 +30,16 @@ class StepLoad:
     is_first: bool = False
 
 
-def load_of(works: Iterable[Work]) -> StepLoad:
+def load_of(works: Sequence[Work]) -> StepLoad:
     """Return what a step computes; a chunk of one token costs what a token of an answer does."""
-    load, pairs = StepLoad(), 0.0
-    for work in works:
-        if work.num_tokens == 1:
-            load.num_answers += 1
-            load.num_cached += work.start
-        else:
-            load.num_prompt_tokens += work.num_tokens
-            pairs += num_pairs(work.start, work.num_tokens)
-    load.num_before = pairs - num_pairs(0, load.num_prompt_tokens)
+    answers = [work.start for work in works if work.num_tokens == 1]
+    load, pairs = StepLoad(len(answers), sum(answers)), 0.0
+    if len(answers) < len(works):
+        for work in works:
+            if work.num_tokens > 1:
+                load.num_prompt_tokens += work.num_tokens
+                pairs += num_pairs(work.start, work.num_tokens)
+        load.num_before = pairs - num_pairs(0, load.num_prompt_tokens)
     return load
 
 

@@ -4,9 +4,9 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
-from serving_core.requests import Request, SampledToken
+from serving_core.requests import SampledToken, Work
 from splitserve_bench.errors import BenchError
 from splitserve_bench.simulate.costs import Draws
 
@@ -38,35 +38,41 @@ class Agenda:
             action()
 
 
+class _Tokens(dict[int, SampledToken]):
+    """The tokens of a vocabulary by their ids, as far as they have occurred."""
+
+    def __missing__(self, token_id: int) -> SampledToken:
+        token = self[token_id] = SampledToken(token_id)
+        return token
+
+
 class ToyModel:
     """Knows nothing but the size of its vocabulary."""
 
+    _tokens: Final = _Tokens()  # of all models: there are thousands of simulations in one process
+
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._tokens: dict[int, SampledToken] = {}  # by their ids, as far as they have occurred
 
-    def next_tokens(self, requests: Iterable[Request]) -> list[SampledToken]:
-        """Return the token that follows the tokens of each request."""
-        known = [request.token_ids for request in requests]
-        return [self._token(token_id) for token_id in self._next([each[-1] for each in known], map(len, known))]
-
-    def _token(self, token_id: int) -> SampledToken:
-        token = self._tokens.get(token_id)
-        if token is None:
-            token = self._tokens[token_id] = SampledToken(token_id)
-        return token
+    def next_tokens(self, works: Iterable[Work]) -> list[SampledToken]:
+        """Return the results of a step: the token that follows the tokens of each request that samples."""
+        tokens, size = self._tokens, self._vocab_size
+        return [
+            tokens[(31 * known[-1] + 17 * len(known) + 7) % size]
+            for request, start, num_tokens, *_ in works
+            if start + num_tokens == len(known := request.token_ids)
+        ]
 
     def check_answer(self, prompt: Sequence[int], answer: list[int]) -> None:
         """Fails unless this is what the model says to the prompt, as far as it goes."""
         places = range(len(prompt), len(prompt) + len(answer))
-        expected = self._next([prompt[-1], *answer], places)
-        assert answer == expected, "an answer has a token of another one"
+        size, last_ids = self._vocab_size, [prompt[-1], *answer]
+        expected = [(31 * last + 17 * place + 7) % size for last, place in zip(last_ids, places, strict=False)]
+        assert answer == expected, "an answer has a token of another one, twice or out of order"
 
-    def _next(self, last_ids: Iterable[int], places: Iterable[int]) -> list[int]:
-        """The tokens at these places, behind those."""
-        size = self._vocab_size
-        return [(31 * last + 17 * place + 7) % size for last, place in zip(last_ids, places, strict=False)]
 
+Event = tuple[str, Any]
+"""One event of a node: the name of its field in fleet_pb2.NodeEvent, and the message of that field."""
 
 Message = TypeVar("Message")
 

@@ -20,7 +20,7 @@ from serving_node.scheduler import Limits, NodeScheduler
 from serving_node.settings import NodeSettings
 from serving_node.worker import Worker
 from splitserve_bench.simulate.costs import NO_NOISE, Costs, Machine, Noise, Progress, StepLoad, load_of
-from splitserve_bench.simulate.events import Agenda, Line, ToyModel
+from splitserve_bench.simulate.events import Agenda, Event, Line, ToyModel
 from splitserve_bench.simulate.profile import NodeSizes
 from splitserve_bench.simulate.transfer import Transfers
 
@@ -46,7 +46,7 @@ class SimulatedNode:
     ) -> None:
         """`machine`: that it shares with nodes whose steps bear on its own."""
         self.name, self.costs, self.noise = name, costs, noise
-        self.line: Line[fleet_pb2.NodeEvent]  # to the coordinator, once it is attached
+        self.line: Line[Event]  # to the coordinator, once it is attached
         self.is_lost = False
         self._sizes, self._model, self._agenda, self._transfers = sizes, model, agenda, transfers
         self._machine = machine
@@ -93,7 +93,8 @@ class SimulatedNode:
 
     def send(self, **event: Any) -> None:
         """Send an event to the coordinator."""
-        self.line.send(fleet_pb2.NodeEvent(**event))
+        for kind, body in event.items():
+            self.line.send((kind, body))
 
     def lost(self) -> None:
         """Note that the process is gone."""
@@ -181,8 +182,7 @@ class SimulatedNode:
         self.num_steps += 1
         works, self._works = self._works, ()
         self._send_layers(works)
-        tokens = self._model.next_tokens([work.request for work in works if work.samples])
-        self.worker.step_done(works, tokens, step_s)
+        self.worker.step_done(works, self._model.next_tokens(works), step_s)
         self._plan()
 
     def _send_layers(self, works: Sequence[Work]) -> None:

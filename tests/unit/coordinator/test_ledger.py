@@ -40,7 +40,7 @@ def test_a_prompt_is_the_prefill_nodes_until_its_first_token_and_the_answer_grow
     ledger.decode("r", decode_node, 100)
     assert accounts(ledger, nodes) == [Account(70, 0, 0, 0), Account(0, 100, 1, 1), Account()]
     ledger.first_token("r", 0.0)
-    ledger.tokens_came("r", decode_node, 3)
+    ledger.tokens_came(["r"], decode_node, 3)
     assert accounts(ledger, nodes) == [Account(tokens_outgoing=100), Account(0, 103, 1, 0), Account()]
     assert ledger.running() == (1, 103, 103)
     ledger.release("r", prefill_node)
@@ -68,12 +68,12 @@ def test_what_an_answer_will_have_is_guessed_again_when_it_has_that(ledger, node
     ledger.set_due("r", Due(1.0, 0.1), 0, 500)
     ledger.decode("r", decode_node, 100)
     assert ledger.most_left(0.0)[decode_node] == 20
-    ledger.tokens_came("r", decode_node, 19)
+    ledger.tokens_came(["r"], decode_node, 19)
     assert ledger.most_left(1.0)[decode_node] == 1
-    ledger.tokens_came("r", decode_node, 1)
+    ledger.tokens_came(["r"], decode_node, 1)
     assert ledger.most_left(2.0)[decode_node] == 20  # fewer than 16 came as far: as many again
     ledger.lengths.ended(2000)
-    ledger.tokens_came("r", decode_node, 20)
+    ledger.tokens_came(["r"], decode_node, 20)
     assert ledger.most_left(3.0)[decode_node] == 460
     ledger.end("r")
     assert not ledger.most_left(3.0), "at once"
@@ -99,7 +99,7 @@ def test_an_answer_that_is_to_be_written_elsewhere_counts_on_both_nodes_until_on
     assert accounts(ledger, nodes) == [Account(0, 10, 1, 0), Account(0, 12, 1, 0), Account()]
     ledger.release("r", source)
     ledger.release("r", source)
-    ledger.tokens_came("r", target, 1)
+    ledger.tokens_came(["r"], target, 1)
     assert accounts(ledger, nodes) == [Account(), Account(0, 13, 1, 0), Account()]
 
 
@@ -258,7 +258,7 @@ class Plain:
     def tokens_came(self, ledger, request_id, node, _, number):
         if (request_id, node) in self.writes:
             self.writes[request_id, node] += number
-            ledger.tokens_came(request_id, node, number)
+            ledger.tokens_came([request_id], node, number)
 
     def let_go(self, ledger, request_id, node, *_):
         for table in (self.reads, self.writes, self.outgoing, self.read_marks, self.held_marks):

@@ -144,7 +144,7 @@ def foretelling(answers):
 
 
 def _as_json(token):
-    return {name: value for name, value in dataclasses.asdict(token).items() if name != "embedding"}
+    return {name: value for name, value in token._asdict().items() if name != "embedding"}
 
 
 def main(folder, device):

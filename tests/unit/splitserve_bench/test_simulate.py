@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from coordinator.settings import CoordinatorSettings
 from serving_core.errors import SettingsError
-from serving_core.requests import Request, SamplingParams
+from serving_core.requests import Request, SamplingParams, Work
 from splitserve.cli import main
 from splitserve_bench.serve.metrics import PHASE_FIELDS
 from splitserve_bench.serve.records import PlannedRequest
@@ -128,7 +128,8 @@ def _continued(prompt, num_tokens):
     """The prompt with so many tokens behind it."""
     text = Request("", 0, list(prompt), len(prompt), SamplingParams(max_tokens=num_tokens))
     for _ in range(num_tokens):
-        text.token_ids += [token.token_id for token in ToyModel(VOCAB_SIZE).next_tokens([text])]
+        work = Work(text, len(text.token_ids) - 1, 1, ())
+        text.token_ids += [token.token_id for token in ToyModel(VOCAB_SIZE).next_tokens([work])]
     return text.token_ids
 
 
