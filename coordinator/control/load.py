@@ -412,7 +412,8 @@ class Ledger:
     def limited_parts(self, node: Node) -> Iterator[LimitedPart]:
         """Yield the node's part in each request with an SLO. Use it before the ledger changes."""
         for request in self._limited.get(node, {}).values():
-            part = request.parts[node]
+            parts, num_output = request.parts, request.num_output
+            part = parts[node]
             assert request.due is not None
             yield LimitedPart(
                 part.tokens_to_compute,
@@ -420,10 +421,10 @@ class Ledger:
                 part.decode_hashes,
                 part.is_decoded,
                 request.due,
-                request.num_output,
-                request.num_left,
+                num_output,
+                max(1, request.most_output - num_output),
                 part.is_arriving,
-                node if part.tokens_to_compute else request.prefill_node,
+                node if part.tokens_to_compute else request.prefill_node if len(parts) > 1 else None,
             )
 
     def most_left(self, now: float) -> Mapping[Node, int]:

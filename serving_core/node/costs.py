@@ -160,7 +160,10 @@ class StepWeights(NamedTuple):
 
     def of_step(self, load: StepLoad) -> float:
         """Return the seconds of a step with this load."""
-        return sum(weight * figure for weight, figure in zip(self, load.figures, strict=True))
+        seconds = self.step_s + self.answer_s * load.num_answers + self.cached_s * load.num_cached
+        if load.num_prompt_tokens:
+            seconds = seconds + self.chunks_s + self.token_s * load.num_prompt_tokens + self.pair_s * load.num_pairs
+        return seconds + self.several_s if load.num_answers > 1 else seconds
 
     def num_answers_within(self, seconds: float, num_cached: float) -> float:
         """Return the most sequences, each with num_cached tokens before it, whose step takes at most `seconds`; inf if

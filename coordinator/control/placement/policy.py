@@ -230,7 +230,10 @@ class _Weighing:
                 break
             order = bound
             if self._forecast is not None:
-                order = bound._replace(harm=self._harm(*pair), seconds=self._seconds(*pair))
+                order = bound._replace(seconds=self._seconds(*pair))
+                if least is not None and least[0] <= order:
+                    continue  # it would not be better without any harm
+                order = order._replace(harm=self._harm(*pair))
             if least is None or order < least[0]:
                 least = order, pair
         assert least is not None, "there are pairs"

@@ -179,18 +179,18 @@ class NodeForecast:
         self._steps_s = step_s(node, ledger), step_s(node, ledger, 1, len(wanted.prompt))
         parts = list(ledger.limited_parts(node))
         self._unprefilled = [each for each in parts if each.num_to_compute]
-        num_begin = round(STARTED_SHARE * sum(each.is_decoded for each in self._unprefilled))
+        num_unbegun = sum(each.is_decoded for each in self._unprefilled)
+        num_begin = round(STARTED_SHARE * num_unbegun)
         self._paces_s = step_s(node, ledger, num_begin), step_s(node, ledger, 1 + num_begin, len(wanted.prompt))
         self._decoded = [each for each in parts if each.is_decoded]
         self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in self._unprefilled]
         self._each_s: dict[int, float] = {}  # seconds of a step, by its sequences
         self._paces: dict[int, PrefillPace] = {}  # by the number of additional sequences
-        num_prefilled = sum(not each.num_to_compute for each in self._decoded)
-        self._num_unlimited = account.num_answers - account.num_unprefilled - num_prefilled
+        self._num_unlimited = account.num_answers - account.num_unprefilled - (len(self._decoded) - num_unbegun)
         self._cached_each = (account.tokens_held + len(wanted.prompt)) / (account.num_answers + 1)
         self._arrivals = wanted.arrivals
         self._num_ahead, self._num_spare = wanted.num_ahead, wanted.num_spare
-        self._most_left = max((each.num_left for each in self._decoded), default=0)
+        self._most_left = max([each.num_left for each in self._decoded], default=0)
         num_left = wanted.num_tokens - len(wanted.prompt) if wanted.num_left is None else wanted.num_left
         self._own_num_left = num_left - 1  # once its prompt is prefilled
         self._own = None if wanted.due is None else wanted.due.tpot_s
@@ -299,20 +299,24 @@ class NodeForecast:
 
         The step is the longest while the sequence decodes, which begins in `begins_s` seconds at the earliest. Return 0
         without SLOs. Sequences that have not begun count from the earliest end of their prefill, and all of them until
-        they end in steps of that limit.
+        they end in steps of that limit. A result of at most 1 may be that of all sequences at once, an upper bound.
         """
         limit_s = self._tightest_s
         if limit_s == math.inf:
             return 0.0
-        num_sequences = self._num_unlimited + self._most_beside(begins_s, limit_s) + 1 + self._num_spare
-        return self._decode_margin * self._step_s(num_sequences) / limit_s
+        num_others = self._num_unlimited + 1 + self._num_spare
+        ratio = self._decode_margin * self._step_s(num_others + len(self._decoded)) / limit_s
+        if ratio <= 1:
+            return ratio  # even if all decoded at once
+        return self._decode_margin * self._step_s(num_others + self._most_beside(begins_s, limit_s)) / limit_s
 
     @cached_property
     def _tightest_s(self) -> float:
         """Return the tightest SLO on TPOT, the request's included, that a step of one sequence attains; inf without
         one."""
         limits_s = [each.due.tpot_s for each in self._decoded] + ([] if self._own is None else [self._own])
-        return min((each for each in limits_s if each >= self._step_s(1)), default=math.inf)
+        alone_s = self._step_s(1)
+        return min([each for each in limits_s if each >= alone_s], default=math.inf)
 
     def num_late_beside(self, begins_s: float) -> int:
         """Return how many sequences of the node are late in all, with this one, which begins in `begins_s` seconds."""
@@ -355,6 +359,8 @@ class NodeForecast:
         The end of sequences without an SLO is unknown: the prediction goes as far as the last of the others.
         """
         num_slots, num_tokens = self._num_slots_lacking, self._num_tokens_lacking
+        if num_slots <= 0 and num_tokens <= 0:
+            return 0.0
         num_left = 0
         for each in sorted(self._decoded, key=lambda part: part.num_left):
             if num_slots <= 0 and num_tokens <= 0:
@@ -383,14 +389,33 @@ class NodeForecast:
         return self._late_prompts(self._jobs)
 
     @cached_property
+    def _not_begun(self) -> list[LimitedPart]:
+        """Return the sequences without a first token, or whose first token's time is unknown."""
+        return [each for each in self._decoded if not each.num_output or each.due.began_s is None]
+
+    @cached_property
+    def _slowest_s(self) -> float:
+        """Return the seconds of the slowest steps in which all sequences that have begun are in time; inf without one.
+
+        It decides at little cost that none is late, which is the usual case.
+        """
+        now = self._now
+        paces_s = [
+            (due.began_s + (num_output + num_left - 1) * due.tpot_s - now) / num_left
+            for _, _, _, _, due, num_output, num_left, _, _ in self._decoded
+            if num_output and due.began_s is not None
+        ]
+        return min(paces_s, default=math.inf)
+
+    @cached_property
     def _sequences(self) -> list[_Sequence]:
         return [self._sequence(each) for each in self._decoded]
 
     def _sequence(self, part: LimitedPart) -> _Sequence:
         due = part.due
         if part.num_output and due.began_s is not None:
-            due_s = due.token_s(part.num_output + part.num_left - 1) - self._now
-            return _Sequence(0.0, part.num_left, due_s)
+            last = part.num_output + part.num_left - 1
+            return _Sequence(0.0, part.num_left, due.began_s + last * due.tpot_s - self._now)
         return _yet_to_begin(self._begins_s(part), part.num_left - 1, due.tpot_s, part.is_arriving)
 
     def _own_sequence(self, begins_s: float, *, is_arriving: bool = False) -> _Sequence:
@@ -402,16 +427,19 @@ class NodeForecast:
 
         A sequence is late if its last token is, in steps of all sequences that decode at the same time.
         """
-        sequences = [*self._sequences, own] if own is not None else self._sequences
         chunk_s, num_late = self._longest_chunk_s(num_prompt_tokens), 0
-        longest_s = self._step_s(self._num_unlimited + len(sequences))
+        num_sequences = len(self._decoded) + (own is not None)
+        longest_s = self._step_s(self._num_unlimited + num_sequences)
 
         def is_late(sequence: _Sequence, elapsed_s: float) -> bool:
-            return self._decode_margin * elapsed_s + sequence.is_arriving * chunk_s > sequence.due_s - sequence.begins_s
+            elapsed_s = self._decode_margin * elapsed_s + sequence.is_arriving * chunk_s
+            return elapsed_s > sequence.due_s - sequence.begins_s
 
-        if not any(is_late(each, each.num_left * longest_s) for each in sequences):
-            return 0  # none is late even if all decoded until the last one ends
-        sequences = sorted(sequences)
+        if self._decode_margin * longest_s < self._slowest_s:
+            others = [self._sequence(each) for each in self._not_begun] + ([] if own is None else [own])
+            if not any(is_late(each, each.num_left * longest_s) for each in others):
+                return 0  # none is late even if all decoded until the last one ends
+        sequences = sorted([*self._sequences, own] if own is not None else self._sequences)
         now_s, num_steps, place = 0.0, 0.0, 0
         running: list[tuple[float, _Sequence]] = []  # by the number of steps at its end
         while place < len(sequences) or running:
@@ -440,7 +468,12 @@ class NodeForecast:
         """Return the seconds of the longest prefill chunk, which running sequences limit to the tightest TPOT."""
         num_tokens = min(self._num_prompt_tokens + num_more_tokens, self._chunk_tokens)
         chunk_s = self._weights.of_chunk(0, num_tokens, is_first=True) if num_tokens else 0.0
-        return min([chunk_s, *(each.due.tpot_s for each in self._decoded if each.num_output)])
+        return min(chunk_s, self._tightest_begun_s)
+
+    @cached_property
+    def _tightest_begun_s(self) -> float:
+        """Return the tightest SLO on TPOT of the sequences that have a token; inf without one."""
+        return min([each.due.tpot_s for each in self._decoded if each.num_output], default=math.inf)
 
     def _late_prompts(self, jobs: list[Job], num_more: int = 0) -> int:
         due = [each for each in jobs if each.seconds and each.due_s < math.inf]
@@ -473,12 +506,11 @@ class NodeForecast:
         share = self._chunk_share(step_s)
         dues = [each for each in self._decoded if each.due.tpot_s >= step_s]
         own_s = own_s if own_s >= step_s else math.inf
-        tightest_s = min((each.due.tpot_s for each in dues), default=math.inf)
-        tightest_s = min(tightest_s, own_s)
+        tightest_s = min([own_s, *[each.due.tpot_s for each in dues]])
         if tightest_s == math.inf:
             return PrefillPace(0.0, share)
-        next_s = [*(self._next_s(each) for each in dues if not self._is_overdue(each)), own_s]
-        bank_s = min((each for each in next_s if each < math.inf), default=0.0) - step_s
+        next_s = min([own_s, *[self._next_s(each) for each in dues if each.num_output or not self._is_overdue(each)]])
+        bank_s = (next_s if next_s < math.inf else 0.0) - step_s
         share = max(PROMPT_TIME_SHARE, min(share, 1 - step_s / tightest_s))
         return PrefillPace(max(0.0, bank_s), share, num_left * step_s)
 
@@ -492,6 +524,9 @@ class NodeForecast:
 
         A sequence that another node prefills arrives with its first token.
         """
-        if part.is_arriving and not part.num_output:
-            return self._least_begins_s(part) + part.due.tpot_s
-        return part.due.token_s(part.num_output) - self._now
+        due, num_output = part.due, part.num_output
+        if num_output and due.began_s is not None:
+            return due.began_s + num_output * due.tpot_s - self._now
+        if part.is_arriving and not num_output:
+            return self._least_begins_s(part) + due.tpot_s
+        return due.token_s(num_output) - self._now
