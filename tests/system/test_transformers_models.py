@@ -4,8 +4,11 @@ To a split families differ by what is kept of their tokens, so there is one of e
 by our own decoder all are computed in the tests of the engine.
 """
 
+import asyncio
+
 import pytest
 
+from splitserve import AsyncClient
 from tests.system.answers import request, stream
 from tests.system.cluster import Cluster
 from tests.transformers_models import generated, write_transformers_model
@@ -49,6 +52,45 @@ async def check_answers(model, tmp_path, model_impl, **prefill):
             streams = [stream(stub, request(prompt, max_tokens=NUM_TOKENS, temperature=0)) for prompt in PROMPTS]
             answers = [await answering.complete() for answering in streams]
         assert [answer.token_ids for answer in answers] == generated(model, PROMPTS, NUM_TOKENS)
+        cluster.wait_all_free()
+    finally:
+        cluster.stop(deadline_s=DEADLINE_S)
+
+
+# A state beside attention, one in every layer, a state that goes on one token at a time, keys of an indexer.
+BY_SEQUENCE = ("qwen3_5", "falcon_h1", "mamba", "jamba", "deepseek_v32")
+
+
+@pytest.mark.parametrize("family", BY_SEQUENCE)
+async def test_what_a_sequence_keeps_is_transferred_and_migrates(family, tmp_path):
+    """Prompts are read by one node and written by two others in turn, between which an answer migrates."""
+    model = write_transformers_model(tmp_path / "model", family)
+    node = {"model_impl": "transformers", "num_kv_blocks": 200, "block_size": 8, "max_num_batched_tokens": 19}
+    cluster = Cluster(
+        model,
+        tmp_path,
+        num_decode=2,
+        coordinator={"model_impl": "transformers", "heartbeat_s": 0.05},
+        node=node,
+        start_deadline_s=DEADLINE_S,
+    ).start()
+    try:
+        async with cluster.connect() as stub, AsyncClient(cluster.target) as client, asyncio.timeout(DEADLINE_S):
+            streams = [stream(stub, request(prompt, max_tokens=NUM_TOKENS, temperature=0)) for prompt in PROMPTS]
+            answers = [await answering.complete() for answering in streams]
+            long = request(PROMPTS[1], max_tokens=300, temperature=0, ignore_eos=True)
+            stayed = await stream(stub, long, timeout=DEADLINE_S).complete(DEADLINE_S)
+            long.request_id = "migrates"
+            migrating = stream(stub, long, timeout=DEADLINE_S)
+            await migrating.tokens(10)
+            [at] = [name for name in cluster.names[1:] if cluster.loads()[name].num_running]
+            left = [num_left async for num_left in client.drain(at, deadline_s=DEADLINE_S)]
+            migrated = await migrating.complete(DEADLINE_S)
+        assert [answer.token_ids for answer in answers] == generated(model, PROMPTS, NUM_TOKENS)
+        assert left[-1] == 0
+        assert migrated.complete.timeline.num_migrations == 1
+        assert migrated.complete.timeline.num_restarts == 0
+        assert migrated.token_ids == stayed.token_ids
         cluster.wait_all_free()
     finally:
         cluster.stop(deadline_s=DEADLINE_S)
