@@ -171,6 +171,7 @@ class Node:
     block_size: int = field(init=False)
     pool_tokens: int = field(init=False)  # capacity of the node's KV pool
     reach_tokens: int = field(init=False)  # capacity of the pool and of the KV holders of its requests
+    has_kv_holders: bool = field(init=False)  # whether other nodes would hold KV of its requests (distributed KV)
     max_request_tokens: int = field(init=False)  # tokens of the longest request that the node can serve
 
     def __post_init__(self) -> None:
@@ -192,7 +193,7 @@ class Node:
         self.prefills, self.decodes = self.usable.reads, self.usable.writes
 
     def set_reach(self, num_tokens: int) -> None:
-        self.reach_tokens = num_tokens
+        self.reach_tokens, self.has_kv_holders = num_tokens, num_tokens > self.pool_tokens
         self.max_request_tokens = min(num_tokens, self.hello.max_model_len)
 
     @property
@@ -226,7 +227,8 @@ class Node:
 class Capacity:
     """The longest request and the largest pools of the fleet, in tokens; None where it has no such node.
 
-    A pool is that of the largest prefill node, or decode node, together with its KV holders.
+    A pool is that of the largest prefill node, or decode node, together with its KV holders. A decode node with KV
+    holders counts as a prefill node too: it prefills what is longer than the pools of others.
     """
 
     max_model_len: int | None
@@ -393,10 +395,11 @@ class Registry:
     def _capacity(self) -> Capacity:
         prefill = [node for node in self.nodes if node.prefills]
         decode = [node for node in self.nodes if node.decodes and not self.embeds]
+        prefilling = [*prefill, *(node for node in decode if node.has_kv_holders)] if prefill else []
         lengths = [max(node.hello.max_model_len for node in nodes) for nodes in (prefill, decode) if nodes]
         return Capacity(
             max_model_len=min(lengths, default=None),
-            prefill_pool_tokens=max((node.reach_tokens for node in prefill), default=None),
+            prefill_pool_tokens=max((node.reach_tokens for node in prefilling), default=None),
             decode_pool_tokens=max((node.reach_tokens for node in decode), default=None),
             own_pool_tokens=max((node.pool_tokens for node in decode), default=None),
             adapters=None if self.adapters is None else tuple(self.adapters),
@@ -405,10 +408,10 @@ class Registry:
     def kv_holders_of(self, node: Node) -> list[Node]:
         """Return the KV holders that a node's requests may use, the one with most free blocks first.
 
-        Only a mixed node has KV holders, and only nodes whose outputs are bit-identical to
-        its own.
+        Only a node that decodes has KV holders, since KV in other pools does not travel to another node, and only nodes
+        whose outputs are bit-identical to its own are KV holders.
         """
-        if not node.hello.HasField("remote_kvs") or not (node.shape.reads and node.shape.writes):
+        if not node.hello.HasField("remote_kvs") or not node.shape.writes:
             return []
 
         def is_holder(other: Node) -> bool:

@@ -32,6 +32,9 @@ def model(tmp_path_factory):
     return folder
 
 
+APART = {"num_prefill": 2, "num_decode": 2, "node": NODE}
+
+
 @pytest.fixture(scope="module")
 def _cluster(start_cluster, model):
     return start_cluster(model, **FOUR)
@@ -77,6 +80,23 @@ async def test_a_prompt_longer_than_any_pool_beside_others(cluster, model):
     check_greedy(model, long, answers[0].token_ids)
     for prompt, answer in zip(short, answers[1:], strict=True):
         assert answer.token_ids == reference.greedy(prompt, 40, eos_token_id=-1)
+
+
+async def test_where_phases_are_apart(start_cluster, model):
+    """A decode node reads what is longer than a pool, and the prefill nodes hold some of it; what fits travels."""
+    cluster = start_cluster(model, **APART)
+    long, short = _prompt(30, 2500), [_prompt(seed, 50) for seed in range(31, 35)]
+    reference = Reference(model)
+    async with cluster.connect() as stub:
+        asked = [ask(stub, long, max_tokens=20, **GREEDY), ask(stub, _prompt(36, 40), max_tokens=2000, **GREEDY)]
+        asked += [ask(stub, prompt, max_tokens=40, **GREEDY) for prompt in short]
+        read, written, *answers = await asyncio.gather(*asked)
+    check_greedy(model, long, read.token_ids)
+    check_greedy(model, _prompt(36, 40), written.token_ids)
+    assert read.complete.kv_bytes == written.complete.kv_bytes == 0
+    assert [each.token_ids for each in answers] == [reference.greedy(each, 40, eos_token_id=-1) for each in short]
+    assert all(each.complete.kv_bytes > 0 for each in answers)
+    cluster.wait_all_free()
 
 
 async def test_two_long_answers_at_once_and_one_that_is_cancelled(cluster, model):

@@ -18,8 +18,9 @@ lmetric follows "LMetric" (arXiv 2603.15202) and arrow follows "Arrow" (arXiv 25
 separated from the systems around them. Under least-loaded and lmetric, which are rules for mixed nodes, a prefill node
 that can also decode keeps the sequence; arrow chooses the two nodes independently.
 
-Some requests leave a policy no choice: a request for an embedding needs no decode node, and an output that is restarted
-after it has become longer than the pool of every prefill node is prefilled by a decode node.
+Some requests leave a policy no choice. A request for an embedding needs no decode node. A decode node prefills an
+output that is restarted after it has become longer than the pool of every prefill node, and a request that is longer
+than the pools of nodes with one phase each, of which other nodes hold the oldest blocks (distributed KV).
 """
 
 import math
@@ -388,20 +389,26 @@ def best_prefill_node(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, tra
 def best_decode_node(
     nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, transfers: TransferEstimates
 ) -> Placed | None:
-    """Return the decode node with most room for a restarted output that no prefill node can hold.
+    """Return the decode node with most room for a request that it must prefill itself.
 
-    Return None where a prefill node can hold it, or no decode node can.
+    This is a restarted output that no prefill node can hold, or a request that is longer than the pools of nodes
+    between which its KV could travel. Return None for any other request, and where no decode node can hold it.
     """
-    prefill_nodes = fitting(nodes, PREFILL, 0)
-    if not wanted.num_output or not prefill_nodes or fitting(prefill_nodes, PREFILL, len(wanted.prompt)):
+    if not wanted.num_output and not any(node.has_kv_holders for node in nodes):
         return None
+    prefill_nodes, able = fitting(nodes, PREFILL, len(wanted.prompt)), fitting(nodes, DECODE, wanted.num_tokens)
+    has_choice = all(within_pools(prefill_nodes, able, wanted)) or not set(prefill_nodes).isdisjoint(able)
+    if has_choice or not fitting(nodes, PREFILL, 0):
+        return None
+    if prefill_nodes or not wanted.num_output:
+        able = [node for node in able if node.has_kv_holders]
     costs = Costs(nodes, ledger, wanted.prompt, transfers)
 
     def order(node: Node) -> tuple[bool, bool, float, str]:
         decode = costs.decode(node)
         return node in wanted.avoid, decode.is_full, decode.part, node.name
 
-    decode_node = min(fitting(nodes, DECODE, wanted.num_tokens), key=order, default=None)
+    decode_node = min(able, key=order, default=None)
     return None if decode_node is None else Placed(decode_node, decode_node)
 
 

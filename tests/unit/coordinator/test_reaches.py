@@ -7,12 +7,12 @@ from coordinator.control.load import Ledger, Prompt
 from coordinator.control.migration import num_left
 from coordinator.control.nodes import Registry
 from coordinator.control.placement.costs import TransferEstimates, Wanted
-from coordinator.control.placement.policy import POLICIES
+from coordinator.control.placement.policy import POLICIES, best_decode_node
 from coordinator.control.roles import RecentCapacity
 from protos import fleet_pb2
 from protos.convert import shape_to_wire
 from serving_core.errors import RequestError
-from serving_core.shapes import DECODE, preset
+from serving_core.shapes import DECODE, PREFILL, preset
 from tests import fleet_events as events
 from tests.unit.coordinator.scheduler_kit import World
 
@@ -52,6 +52,9 @@ def test_a_node_reaches_as_far_as_those_that_would_hold_blocks_for_it(registry):
     limits = {"max_num_batched_tokens": 512, "max_num_seqs": 64}
     writes = shape_to_wire(preset(DECODE, **limits))
     registry.heartbeat(first, events.heartbeat(shape=writes).heartbeat, 1.0)  # it reads no more
+    assert (first.reach_tokens, second.reach_tokens) == (POOL + 112, POOL + 112)
+    reads = shape_to_wire(preset(PREFILL, **limits))
+    registry.heartbeat(first, events.heartbeat(shape=reads).heartbeat, 2.0)  # KV elsewhere travels to no other node
     assert (first.reach_tokens, second.reach_tokens) == (POOL, POOL + 112)
 
 
@@ -106,6 +109,48 @@ def test_a_long_request_is_read_and_written_by_one_node(registry):
     assert placed.decode_node in nodes[:2]
     with pytest.raises(RequestError, match="can hold 300 tokens"):
         place(registry, 100, 300)
+
+
+def decode_node_alone(registry, num_prompt, num_tokens):
+    wanted = Wanted(Prompt(list(range(num_prompt))), num_tokens)
+    placed = best_decode_node(registry.nodes, Ledger(), wanted, TransferEstimates())
+    return placed and (placed.prefill_node.name, placed.decode_node.name)
+
+
+@pytest.mark.parametrize(("num_prompt", "num_tokens"), [(POOL + 1, POOL + 2), (10, POOL + 1)], ids=["prompt", "answer"])
+def test_where_phases_are_apart_a_decode_node_reads_what_is_longer_than_a_pool(registry, num_prompt, num_tokens):
+    """The pool of the prefill node is one of those that hold its oldest blocks."""
+    p0, d0 = admit(registry, "p0", "prefill"), admit(registry, "d0", "decode")
+    assert (p0.reach_tokens, d0.reach_tokens) == (POOL, POOL + 112)
+    assert registry.kv_holders_of(d0) == [p0]
+    assert (registry.capacity.prefill_pool_tokens, registry.capacity.decode_pool_tokens) == (POOL + 112, POOL + 112)
+    assert decode_node_alone(registry, num_prompt, num_tokens) == ("d0", "d0")
+    assert decode_node_alone(registry, POOL - 1, POOL) is None, "two pools hold it"
+    assert decode_node_alone(registry, num_prompt, POOL + 113) is None
+    registry.lose(p0)
+    assert registry.capacity.prefill_pool_tokens is None
+    assert decode_node_alone(registry, 10, 20) is None
+
+
+def test_a_mixed_node_reads_a_long_request_before_a_decode_node_does(registry):
+    for name, role in (("p0", "prefill"), ("d0", "decode"), ("b0", "both")):
+        admit(registry, name, role)
+    assert decode_node_alone(registry, POOL + 1, POOL + 2) is None
+    assert place(registry, POOL + 1, POOL + 2).decode_node.name == "b0"
+
+
+def test_a_long_request_where_phases_are_apart():
+    """It stays where it is while the others hold its blocks, and begins again where that node is lost."""
+    world = World((), max_restarts=3)
+    for name, role in (("p0", "prefill"), ("d0", "decode"), ("d1", "decode")):
+        admit(world.registry, name, role)
+    assert world.submit(token_ids=list(range(100)), max_tokens=100) == ["reserve d0"]
+    assert world.is_local
+    assert [host.address for host in world.reserve.job.hosts] == ["d1:1", "p0:1"]
+    world.tell("d0", events.first_token(events.sampled(world.attempt, 0, 100)))
+    assert world.lose("d0", 1.0) == ["reserve d1"]
+    assert world.is_local
+    assert [host.address for host in world.reserve.job.hosts] == ["p0:1"]
 
 
 @pytest.mark.parametrize(("max_tokens", "said"), [(150, ["reserve b"]), (151, [])])
