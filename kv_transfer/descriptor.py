@@ -271,7 +271,7 @@ def _packed_layout(layout: KVLayout) -> list[Any]:
 def _layout(fields: list[Any]) -> KVLayout:
     """Return the layout that `_packed_layout` packed. Raises TransferError for fields of another shape."""
     match fields:
-        case [first_layer, [*runs], num_kv_heads, block_size, dtype, *state] if len(state) <= 1:
+        case [first_layer, [*runs], num_kv_heads, block_size, dtype, *state] if len(state) <= 1 and state != [0]:
             return KVLayout(first_layer, _widths(runs), num_kv_heads, block_size, dtype, *state)
         case _:
             raise TransferError("a KV layout of unknown shape")
