@@ -133,7 +133,7 @@ def test_where_phases_are_apart_a_decode_node_reads_what_is_longer_than_a_pool(r
 
 
 def test_a_mixed_node_reads_a_long_request_before_a_decode_node_does(registry):
-    for name, role in (("p0", "prefill"), ("d0", "decode"), ("b0", "both")):
+    for name, role in (("p0", "prefill"), ("d0", "decode"), ("b0", "mixed")):
         admit(registry, name, role)
     assert decode_node_alone(registry, POOL + 1, POOL + 2) is None
     assert place(registry, POOL + 1, POOL + 2).decode_node.name == "b0"
@@ -146,11 +146,11 @@ def test_a_long_request_where_phases_are_apart():
         admit(world.registry, name, role)
     assert world.submit(token_ids=list(range(100)), max_tokens=100) == ["reserve d0"]
     assert world.is_local
-    assert [host.address for host in world.reserve.job.hosts] == ["d1:1", "p0:1"]
+    assert [holder.address for holder in world.reserve.job.kv_holders] == ["d1:1", "p0:1"]
     world.tell("d0", events.first_token(events.sampled(world.attempt, 0, 100)))
     assert world.lose("d0", 1.0) == ["reserve d1"]
     assert world.is_local
-    assert [host.address for host in world.reserve.job.hosts] == ["p0:1"]
+    assert [holder.address for holder in world.reserve.job.kv_holders] == ["p0:1"]
 
 
 @pytest.mark.parametrize(("max_tokens", "said"), [(150, ["reserve b"]), (151, [])])
