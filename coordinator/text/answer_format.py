@@ -7,12 +7,14 @@ from functools import partial
 from typing import Final, Protocol
 
 from coordinator.text import reasoning
-from coordinator.text.calls import harmony
+from coordinator.text.calls import harmony, pythonic
 from coordinator.text.calls.harmony import HARMONY, HarmonyReader
 from coordinator.text.calls.json_calls import (
     HERMES_CLOSE,
     HERMES_OPEN,
+    MISTRAL_ARGUMENTS,
     MISTRAL_TAG,
+    PYTHON_TAG,
     HermesReader,
     Llama3Reader,
     MistralReader,
@@ -87,6 +89,13 @@ _CALLS: Final = {
         "hermes": r"<tool_call>",
     }.items()
 }
+_WORDS: Final = {  # all tags of a format
+    "hermes": f"{HERMES_OPEN} {HERMES_CLOSE}",
+    "llama3": PYTHON_TAG,
+    "mistral": f"{MISTRAL_TAG} {MISTRAL_ARGUMENTS} [CALL_ID]",
+    "pythonic": " ".join(pythonic.TAGS),
+    HARMONY: " ".join(harmony.TAGS),
+}
 _OTHERS: Final = re.compile(r"<tool_calls>")  # formats whose tags enclose hermes'
 _TOOLS: Final = re.compile(r"\btools\b")  # the variable of a template
 
@@ -109,21 +118,11 @@ class AnswerFormat:
         return self.calls != NONE
 
     @property
-    def needs_special_tokens(self) -> bool:
-        """Whether calls are recognized by a special token alone, which must stay in the text."""
-        return self.calls == "mistral"
-
-    @property
     def tags(self) -> tuple[str, ...]:
         """Tags of thoughts and calls, which stay in the text where a tokenizer has them as special tokens."""
         thoughts = reasoning.TAGS[self.reasoning]
         words = f"{thoughts.open} {thoughts.close}" if self.thinks else ""
-        if self.calls in MARKUPS:
-            words += MARKUPS[self.calls].words
-        elif self.calls == HARMONY:
-            words += " ".join(harmony.TAGS)
-        elif self.calls == "hermes":
-            words += f"{HERMES_OPEN} {HERMES_CLOSE}"
+        words += MARKUPS[self.calls].words if self.calls in MARKUPS else _WORDS.get(self.calls, "")
         return tuple(dict.fromkeys(TOKEN.findall(words)))
 
     def reader(

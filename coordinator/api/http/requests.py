@@ -171,8 +171,6 @@ def _chat_params(request: ChatFields, answer_format: AnswerFormat) -> tuple[Samp
             f"have strict schemas of {num} characters, beside a response format the limit is {MAX_CONSTRAINT_CHARS}"
         )
         raise bad("tools", problem)
-    if offer.forced is None and answer_format.needs_special_tokens and request.skip_special_tokens is None:
-        params.skip_special_tokens = False
     return params, offer
 
 

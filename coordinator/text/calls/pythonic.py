@@ -11,6 +11,7 @@ from coordinator.text.calls.reader import BLANKS, CallReader, Steps
 NAMES: Final = {"true": True, "false": False, "null": None}  # JSON literals, which models mix in
 START: Final = "<|python_start|>"  # tags of Llama 4 around the list
 END: Final = "<|python_end|>"
+TAGS: Final = (PYTHON_TAG, START, END)
 FAILURES: Final = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # of source that is no literal
 BETWEEN: Final = BLANKS + "._("  # may surround the words of a call's name
 

@@ -6,11 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.text.answer_format import PLAIN, READERS, TAGS, AnswerFormat, answer_format
+from coordinator.text.answer_format import OPENINGS, PLAIN, READERS, TAGS, AnswerFormat, answer_format
 from coordinator.text.calls.json_calls import ListReader, NamedReader
+from coordinator.text.calls.markup import TOKEN
 from coordinator.text.calls.pythonic import parse_call
 from coordinator.text.calls.reader import MAX_CALLS, MAX_HELD_CHARS, MAX_UNTOLD_CHARS, Kind
 from coordinator.text.reasoning import ThoughtCounter
+from coordinator.text.tokenizer import read_tokenizer
+from tests.tiny_models import write_tokenizer
 
 # What the templates of models have, in their own words.
 WORDS = {
@@ -71,6 +74,20 @@ def test_the_tags_of_thoughts_are_those_of_the_template(name, words):
 )
 def test_parsers_have_the_names_of_vllm_too(vllms, ours):
     assert answer_format(vllms, "deepseek_r1", "") == AnswerFormat(ours, thinks=True)
+
+
+@pytest.mark.parametrize("form", READERS)
+def test_special_tokens_that_calls_consist_of_stay_in_the_text(tmp_path, form):
+    begun = {"llama3": "<|python_tag|>", "pythonic": "<|python_start|>", "openai": "<|channel|><|message|>"}
+    words = [*TOKEN.findall(begun.get(form) or OPENINGS[form]), "<other>"]
+    write_tokenizer(tmp_path)
+    tokens = {str(token): {"content": word, "special": True} for token, word in enumerate(words, 260)}
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "added_tokens_decoder": tokens}))
+    tokenizer = read_tokenizer(tmp_path)
+    tokenizer.keep(AnswerFormat(form).tags)
+    kept = tokenizer.detokenizer(skip_special_tokens=True)
+    assert "".join(kept.add(token) for token in range(260, 260 + len(words))) + kept.flush() == "".join(words[:-1])
 
 
 def read_thoughts(pieces, prompt_end="<|assistant|>", calls="hermes", tools=None):

@@ -87,17 +87,6 @@ def test_without_a_format_of_calls_tools_are_refused_but_where_they_are_not_to_b
     assert asked(tools=[F], tool_choice="none", answer_format=AnswerFormat()).offer is None
 
 
-@pytest.mark.parametrize("calls", ["hermes", "llama3", "mistral", "pythonic"])
-def test_special_tokens_stay_in_the_text_where_they_begin_calls(calls):
-    answer_format = AnswerFormat(calls)
-    params = asked(tools=[F], answer_format=answer_format).requests[0].sampling_params
-    assert params.HasField("skip_special_tokens") == (calls == "mistral")
-    assert not params.skip_special_tokens
-    assert not asked(answer_format=answer_format).requests[0].sampling_params.HasField("skip_special_tokens")
-    given = asked(tools=[F], skip_special_tokens=True, answer_format=answer_format)
-    assert given.requests[0].sampling_params.skip_special_tokens
-
-
 def schema_of(**fields):
     call_of_tools = asked(**fields, answer_format=AnswerFormat(thinks=True))
     schema = call_of_tools.requests[0].sampling_params.json_schema
