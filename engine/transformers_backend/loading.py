@@ -41,7 +41,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.paged import Attention
 from engine.forward_batch import build_batch
-from engine.model.checkpoint import Checkpoint, Part, whole_tensor
+from engine.model.checkpoint import Checkpoint, Part, TextPart, whole_tensor
 from engine.model.weights import open_checkpoint, spell
 from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
@@ -374,7 +374,8 @@ def load_transformers(
     if quantizes:
         check_quantizable(model, settings.quantization)
     try:
-        stored = _stored(model, open_checkpoint(folder), names, cuts)
+        checkpoint = open_checkpoint(folder)
+        stored = _stored(model, TextPart(checkpoint) if config.is_text_part else checkpoint, names, cuts)
         num_bytes = sum(each.num_bytes for each in stored.values())
         with LoadProgress(num_bytes, len(stored), is_shown=shows_progress) as progress:
             for each in stored.values():
@@ -430,6 +431,9 @@ def _read_config(folder: Path, config: ModelConfig, max_model_len: int) -> PreTr
         theirs: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except UNREADABLE as error:
         raise ModelError(f"transformers cannot read this config.json: {in_a_line(error)}") from error
+    if config.is_text_part:
+        theirs = theirs.get_text_config(decoder=True)
+        theirs.tie_word_embeddings = config.tie_word_embeddings  # which the whole model's config decides
     names = {"vocab_size": config.vocab_size, "num_hidden_layers": config.num_layers}
     names |= {"hidden_size": config.hidden_size, "num_attention_heads": config.num_heads}
     for name, ours in names.items():

@@ -35,6 +35,7 @@ from serving_core.model_files.tokenizer_files import read_eos_token_id
 from serving_core.requests import LAST, MEAN, Pooling
 
 TEXT_CONFIG: Final = "text_config"
+ARCHITECTURES: Final = "architectures"
 # Architectures whose text part is a plain decoder, and transformers' defaults for fields that text_config omits. Other
 # architectures may treat text differently even without an image, and are unknown here.
 WHOLES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -46,6 +47,12 @@ WHOLES: Final[Mapping[str, Mapping[str, Any]]] = {
     "InternVLForConditionalGeneration": {},
     "LlavaForConditionalGeneration": {},
     "Mistral3ForConditionalGeneration": {},
+    # Their text is computed by transformers.
+    "Gemma3nForConditionalGeneration": {ARCHITECTURES: ["Gemma3nForCausalLM"]},
+    "Gemma4ForConditionalGeneration": {ARCHITECTURES: ["Gemma4ForCausalLM"]},
+    "Llama4ForConditionalGeneration": {ARCHITECTURES: ["Llama4ForCausalLM"]},
+    "Qwen3_5ForConditionalGeneration": {ARCHITECTURES: ["Qwen3_5ForCausalLM"]},
+    "Qwen3_5MoeForConditionalGeneration": {ARCHITECTURES: ["Qwen3_5MoeForCausalLM"]},
 }
 OF_THE_WHOLE: Final = (  # settings of the whole model that apply to its text part
     "bos_token_id",
@@ -60,7 +67,15 @@ TEXT_ROOTS: Final = {  # prefixes of tensor names in checkpoints, and those of a
     "language_model.model.": "model.",
     "model.language_model.": "model.",
 }
-PICTURE_ROOTS: Final = ("vision_tower.", "multi_modal_projector.")
+PICTURE_ROOTS: Final = (  # and of sounds
+    "audio_tower.",
+    "embed_audio.",
+    "embed_vision.",
+    "multi_modal_projector.",
+    "vision_model.",
+    "vision_tower.",
+    "visual.",
+)
 
 
 def is_whole(config: JsonFields) -> bool:
@@ -77,7 +92,8 @@ def text_config(config: JsonFields, where: str) -> JsonFields:
     if not isinstance(said, dict):
         raise config.error(TEXT_CONFIG, f"an object in {architecture}")
     shared = {name: config.raw(name) for name in OF_THE_WHOLE if config.raw(name) is not None}
-    return JsonFields({**WHOLES[architecture], **said, **shared, "architectures": None}, where)
+    defaults = WHOLES[architecture]
+    return JsonFields({**defaults, **said, **shared, ARCHITECTURES: defaults.get(ARCHITECTURES)}, where)
 
 
 def text_names(stored: Iterable[str]) -> dict[str, str]:
@@ -294,9 +310,14 @@ def read_model_config(folder: Path, model_impl: str = "auto", runner: str = "aut
         raise ModelError(f"there is no model folder {folder}")
     config = read_json_object(folder / "config.json")
     if is_text_part := is_whole(config):
-        if model_impl == TRANSFORMERS:
-            raise ModelError("of a model that sees pictures our own decoders alone compute the text, not transformers")
-        model_impl, config = NATIVE, text_config(config, f"the text_config of {folder / 'config.json'}")
+        whole = _text_architecture(config)
+        is_ours = ARCHITECTURES not in WHOLES[whole]
+        if is_ours and model_impl == TRANSFORMERS:
+            raise ModelError(f"of {whole} our own decoders alone compute the text, not transformers")
+        if not is_ours and model_impl == NATIVE:
+            raise ModelError(f"of {whole} transformers alone computes the text, not our own decoders")
+        config = text_config(config, f"the text_config of {folder / 'config.json'}")
+        model_impl = NATIVE if is_ours else TRANSFORMERS
     architecture, model_type, is_headless = _architecture(config, model_impl)
     family = FAMILIES.get(architecture)
     said = config if family is None else config.with_defaults(family.defaults)
