@@ -312,7 +312,7 @@ class ApiServerService:
             link.failed(wire.id, RequestError(ENGINE_ERROR, "internal error"))
             return
         record.begun_s, record.num_prompt_tokens = now - wire.begun_age_s, len(plan.prompt)
-        record.sampling, record.num_answers = plan.samplings[0], num_outputs
+        record.sampling, record.num_sequences = plan.samplings[0], num_outputs
         CARRIER.set(carrier)
         recorded = ExitStack()  # closed at the end of the call
         recorded.enter_context(self._control.recorded(record))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from coordinator.api.generation import Generation
-from coordinator.api.validation import AnswerPlan
+from coordinator.api.validation import RequestPlan
 from coordinator.control.instructions import (
     MAX_MESSAGE_CHARS,
     Embedded,
@@ -288,7 +288,7 @@ class Dispatcher:
 
     def submit(
         self,
-        plan: AnswerPlan,
+        plan: RequestPlan,
         beginnings: Sequence[tuple[SoFar, AnswerText]],
         slo: Slo | None,
         *,
@@ -313,7 +313,7 @@ class Dispatcher:
 
     def begin(
         self,
-        plan: AnswerPlan,
+        plan: RequestPlan,
         so_fars: Sequence[SoFar],
         call: Generation,
         answers: Sequence[Recipient],
@@ -328,8 +328,8 @@ class Dispatcher:
             raise RequestError(DRAINING, "the server is draining")
         now, record = time.monotonic(), record or CallRecord(plan.request_id)
         self._end_earlier(plan, record.asker)
-        num_answers = sum(not each.has_ended for each in so_fars) + plan.num_behind
-        self._scheduler.check_room(num_answers, now, record.asker)
+        num_sequences = sum(not each.has_ended for each in so_fars) + plan.num_behind
+        self._scheduler.check_room(num_sequences, now, record.asker)
         self._calls[plan.request_id] = _OpenCall(call, record.asker, plan.call_number)
         self._request_log.begun(record)
         if plan.pooling is None:
@@ -341,9 +341,9 @@ class Dispatcher:
             for index, (sampling, so_far, answer) in enumerate(zip(plan.samplings, so_fars, answers, strict=True)):
                 if so_far.has_ended:
                     continue
-                answer_id = call.answer_ids[index]
+                sequence_id = call.sequence_ids[index]
                 instructions = self._scheduler.submit(
-                    answer_id,
+                    sequence_id,
                     prompt,
                     sampling,
                     arrived_s=arrived_s,
@@ -354,13 +354,13 @@ class Dispatcher:
                     pooling=plan.pooling,
                     asker=record.asker,
                 )
-                self._answers[answer_id] = answer
+                self._answers[sequence_id] = answer
                 self._apply(instructions)
         except Exception:
             self.close(call)
             raise
 
-    def _end_earlier(self, plan: AnswerPlan, asker: str) -> None:
+    def _end_earlier(self, plan: RequestPlan, asker: str) -> None:
         """End an earlier open call of the same client. Raise RequestError for any other open call of this id."""
         if (known := self._calls.get(plan.request_id)) is None:
             return
@@ -373,7 +373,7 @@ class Dispatcher:
         """End a sequence of an open call in which the API server has found a stop string."""
         if self._is_open(call):
             stop = inference_pb2.FINISH_REASON_STOP
-            self._apply(self._scheduler.finish(call.answer_ids[index], stop, time.monotonic()))
+            self._apply(self._scheduler.finish(call.sequence_ids[index], stop, time.monotonic()))
 
     def give_up(self, call: Generation, error: RequestError) -> None:
         """End an open call with an error of its API server."""
@@ -385,8 +385,8 @@ class Dispatcher:
         if (known := self._calls.get(request_id)) is None:
             return False
         now = time.monotonic()
-        for answer_id in known.call.answer_ids:
-            self._apply(self._scheduler.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
+        for sequence_id in known.call.sequence_ids:
+            self._apply(self._scheduler.finish(sequence_id, inference_pb2.FINISH_REASON_ABORT, now))
         return True
 
     def close(self, call: Generation) -> None:
@@ -400,8 +400,8 @@ class Dispatcher:
         if not self._calls:
             self._idle.set()
         now = time.monotonic()
-        for answer_id in self._forget(call):
-            self._apply(self._scheduler.finish(answer_id, inference_pb2.FINISH_REASON_ABORT, now))
+        for sequence_id in self._forget(call):
+            self._apply(self._scheduler.finish(sequence_id, inference_pb2.FINISH_REASON_ABORT, now))
         self._request_log.over(call.request_id)
 
     def _is_open(self, call: Generation) -> bool:
@@ -441,15 +441,15 @@ class Dispatcher:
         work = deque(instructions)
         while work:
             match work.popleft():
-                case Emit(answer_id, tokens, num_cached_tokens):
-                    work.extend(self._emit(answer_id, tokens, num_cached_tokens))
+                case Emit(sequence_id, tokens, num_cached_tokens):
+                    work.extend(self._emit(sequence_id, tokens, num_cached_tokens))
                 case Send(node, command):
                     link = self._links.get(node)
                     if link is not None and not link.send(command):
                         unsent = f"{MAX_UNSENT_COMMANDS} commands are unsent"
                         work.extend(self._lose(node, LossCause.COMMANDS, unsent))
-                case Embedded(answer_id, embedding):
-                    if (answer := self._answers.get(answer_id)) is not None:
+                case Embedded(sequence_id, embedding):
+                    if (answer := self._answers.get(sequence_id)) is not None:
                         answer.generation.embedding = embedding
                 case End() as end:
                     work.extend(self._end(end))
@@ -457,9 +457,9 @@ class Dispatcher:
                     self._request_log.migrated(migration)
 
     def _emit(
-        self, answer_id: str, tokens: list[fleet_pb2.SampledToken], num_cached_tokens: int | None
+        self, sequence_id: str, tokens: list[fleet_pb2.SampledToken], num_cached_tokens: int | None
     ) -> list[Instruction]:
-        answer = self._answers.get(answer_id)
+        answer = self._answers.get(sequence_id)
         if answer is None:
             return []
         try:
@@ -468,7 +468,7 @@ class Dispatcher:
             return self._fail(answer.generation, slow_client)
         if not has_stopped:
             return []
-        return self._scheduler.finish(answer_id, inference_pb2.FINISH_REASON_STOP, time.monotonic())
+        return self._scheduler.finish(sequence_id, inference_pb2.FINISH_REASON_STOP, time.monotonic())
 
     def _end(self, end: End) -> list[Instruction]:
         answer, outcome = self._answers.pop(end.request_id, None), end.outcome
@@ -492,17 +492,19 @@ class Dispatcher:
         """
         if error.reason != BAD_PARAM or error.metadata.get("tokens_emitted", "0") == "0":
             return False
-        return self._calls[call.request_id].has_answer or any(each in self._answers for each in call.answer_ids)
+        return self._calls[call.request_id].has_answer or any(each in self._answers for each in call.sequence_ids)
 
     def _fail(self, generation: Generation, error: RequestError) -> list[Instruction]:
         """End a call, and so all its sequences, with an error."""
         generation.fail(error)
         now = time.monotonic()
         instructions: list[Instruction] = []
-        for answer_id in self._forget(generation):
-            instructions += self._scheduler.fail(answer_id, error, now)
+        for sequence_id in self._forget(generation):
+            instructions += self._scheduler.fail(sequence_id, error, now)
         return instructions
 
     def _forget(self, generation: Generation) -> list[str]:
         """Drop the receivers of a call, and return the ids of its sequences that had not ended."""
-        return [answer_id for answer_id in generation.answer_ids if self._answers.pop(answer_id, None) is not None]
+        return [
+            sequence_id for sequence_id in generation.sequence_ids if self._answers.pop(sequence_id, None) is not None
+        ]

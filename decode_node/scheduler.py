@@ -28,8 +28,8 @@ def slots_in_time(running: Sequence[NodeRequest], costs: StepCosts) -> float:
         return math.inf
     weights = costs.weights
     num_cached = sum(each.num_computed for each in running if each.state is RequestState.RUNNING) / len(running)
-    kept_s = [tpot_s for tpot_s in tpots_s if weights.num_answers_within(tpot_s, num_cached)]
-    return weights.num_answers_within(STRETCH * min(kept_s), num_cached) if kept_s else math.inf
+    kept_s = [tpot_s for tpot_s in tpots_s if weights.num_sequences_within(tpot_s, num_cached)]
+    return weights.num_sequences_within(STRETCH * min(kept_s), num_cached) if kept_s else math.inf
 
 
 class DecodeScheduler:

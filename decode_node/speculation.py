@@ -136,9 +136,9 @@ class Gate:
     def __init__(self) -> None:
         self._sizes: defaultdict[int, _Size] = defaultdict(_Size)  # by the bit length of the number of sequences
 
-    def took(self, num_answers: int, num_draft_tokens: int, step_s: float) -> None:
+    def took(self, num_sequences: int, num_draft_tokens: int, step_s: float) -> None:
         """Record the duration of a decode step."""
-        size = self._sizes[num_answers.bit_length()]
+        size = self._sizes[num_sequences.bit_length()]
         if not num_draft_tokens:
             size.plain_s.append(step_s)
             size.num_plain += 1
@@ -149,38 +149,38 @@ class Gate:
             plain_s = statistics.median(size.plain_s)
             size.shares.append(max(0.0, step_s / plain_s - 1) / num_draft_tokens)
 
-    def drafted(self, num_answers: int, num_draft_tokens: int, draft_s: float) -> None:
+    def drafted(self, num_sequences: int, num_draft_tokens: int, draft_s: float) -> None:
         """Record the time in which the draft model wrote `num_draft_tokens` draft tokens for a step."""
-        size = self._sizes[num_answers.bit_length()]
+        size = self._sizes[num_sequences.bit_length()]
         if size.plain_s:
             size.draft_shares.append(draft_s / statistics.median(size.plain_s) / num_draft_tokens)
 
-    def plain_s(self, num_answers: int) -> float:
+    def plain_s(self, num_sequences: int) -> float:
         """Return the seconds of a step without draft tokens; 0 before a measurement."""
-        size = self._sizes[num_answers.bit_length()]
+        size = self._sizes[num_sequences.bit_length()]
         return statistics.median(size.plain_s) if size.plain_s else 0.0
 
-    def least_probability(self, num_answers: int) -> float:
+    def least_probability(self, num_sequences: int) -> float:
         """Return the acceptance probability from which a draft token is worth its time.
 
         inf before enough steps are measured.
         """
-        size = self._sizes[num_answers.bit_length()]
+        size = self._sizes[num_sequences.bit_length()]
         if len(size.plain_s) < LEAST_STEPS:
             return math.inf
         if not size.shares:
             return FIRST_SHARE
-        return MARGIN * num_answers * statistics.median(size.shares)
+        return MARGIN * num_sequences * statistics.median(size.shares)
 
-    def least_probability_of_drafts(self, num_answers: int, step_s: float) -> float:
+    def least_probability_of_drafts(self, num_sequences: int, step_s: float) -> float:
         """Return the same for a draft token that a draft model has yet to write.
 
         `step_s` is the draft model's time for one token, used before a measurement.
         """
-        size, wider = self._sizes[num_answers.bit_length()], self.least_probability(num_answers)
+        size, wider = self._sizes[num_sequences.bit_length()], self.least_probability(num_sequences)
         if wider == math.inf:
             return wider
-        known = [num_answers * share for share in size.draft_shares] or [step_s / statistics.median(size.plain_s)]
+        known = [num_sequences * share for share in size.draft_shares] or [step_s / statistics.median(size.plain_s)]
         drafted = MARGIN * statistics.median(known)
         return wider + drafted if size.shares else max(wider, drafted)
 
@@ -301,7 +301,7 @@ class Drafts:
         self._record = Record()  # of all sequences
         self._num_plain = 0  # steps without draft tokens
         self._running: list[tuple[NodeRequest, _DraftText]] = []
-        self._num_answers = 0  # of the next step
+        self._num_sequences = 0  # of the next step
         self._is_stopped = False
 
     def plan(self) -> list[DraftWork]:
@@ -310,12 +310,12 @@ class Drafts:
         The caller must call `drafted` or `failed` afterwards, unless the list is empty.
         """
         self._let_go()
-        self._num_answers = num_answers = self._node_requests.count(RequestState.RUNNING)
-        if not num_answers or self._node_requests.count(RequestState.PREFILLING) or not self.may_open(num_answers):
+        self._num_sequences = num_sequences = self._node_requests.count(RequestState.RUNNING)
+        if not num_sequences or self._node_requests.count(RequestState.PREFILLING) or not self.may_open(num_sequences):
             return []
-        least_probability = self._least_probability(num_answers)
+        least_probability = self._least_probability(num_sequences)
         works: list[DraftWork] = []
-        num_to_read, room = MOST_READ, self._most_rows - num_answers
+        num_to_read, room = MOST_READ, self._most_rows - num_sequences
         for node_request in self._node_requests.in_state(RequestState.RUNNING):
             work = self._work(node_request, least_probability, num_to_read, room)
             if work is not None:
@@ -324,16 +324,16 @@ class Drafts:
                 room -= work.num_draft_tokens
         return works
 
-    def may_open(self, num_answers: int) -> bool:
-        """Return whether the draft model may run between two steps of `num_answers` sequences."""
-        return not self._is_stopped and self._budget.is_open and self._least_probability(num_answers) < 1
+    def may_open(self, num_sequences: int) -> bool:
+        """Return whether the draft model may run between two steps of `num_sequences` sequences."""
+        return not self._is_stopped and self._budget.is_open and self._least_probability(num_sequences) < 1
 
     def drafted(self, works: Sequence[DraftWork], draft_tokens: Sequence[list[int]], draft_s: float) -> None:
         """Record the draft tokens of the planned work."""
         num_read, num_draft_tokens = sum(map(_num_read, works)), sum(map(len, draft_tokens))
         self._budget.add(-draft_s)
         if num_draft_tokens and not num_read:
-            self._gate.drafted(self._num_answers, num_draft_tokens, draft_s)
+            self._gate.drafted(self._num_sequences, num_draft_tokens, draft_s)
         for (node_request, text), work, written in zip(self._running, works, draft_tokens, strict=True):
             text.num_computed += work.share.num_tokens
             text.num_tokens, text.written = text.num_computed, written
@@ -345,7 +345,7 @@ class Drafts:
         self._is_stopped = True
         self._running = []
 
-    def opens(self, num_answers: int) -> bool:
+    def opens(self, num_sequences: int) -> bool:
         """Return whether the next step may have draft tokens."""
         return any(text is not None and text.written for text in self._texts.values())
 
@@ -361,11 +361,11 @@ class Drafts:
         if (text := self._texts.get(node_request)) is not None:
             text.record.add(num_draft_tokens, num_come)
 
-    def took(self, num_answers: int, num_draft_tokens: int, num_come: int, step_s: float) -> None:
+    def took(self, num_sequences: int, num_draft_tokens: int, num_come: int, step_s: float) -> None:
         """Record a finished decode step."""
         if num_draft_tokens:
-            plain_s = self._gate.plain_s(num_answers) or step_s
-            self._budget.add(plain_s - step_s + num_come * plain_s / num_answers)
+            plain_s = self._gate.plain_s(num_sequences) or step_s
+            self._budget.add(plain_s - step_s + num_come * plain_s / num_sequences)
             return
         self._budget.took(step_s)
         self._num_plain += 1
@@ -382,8 +382,8 @@ class Drafts:
         self._allocator.check_integrity()
         assert not self._allocator.num_leaked([text.lease for text in self._texts.values() if text is not None])
 
-    def _least_probability(self, num_answers: int) -> float:
-        return self._gate.least_probability_of_drafts(num_answers, self._model.step_s)
+    def _least_probability(self, num_sequences: int) -> float:
+        return self._gate.least_probability_of_drafts(num_sequences, self._model.step_s)
 
     def _let_go(self) -> None:
         """Release the texts of sequences that have left the node."""
@@ -455,10 +455,10 @@ MOST_TAKEN_IN: Final = 1024  # tokens of a text that are indexed in one step
 class Source(Protocol):
     """Provide draft tokens."""
 
-    def opens(self, num_answers: int) -> bool:
-        """Return whether a step of `num_answers` sequences may have draft tokens."""
+    def opens(self, num_sequences: int) -> bool:
+        """Return whether a step of `num_sequences` sequences may have draft tokens."""
 
-    def may_open(self, num_answers: int) -> bool:
+    def may_open(self, num_sequences: int) -> bool:
         """Return whether the step behind a running one may have draft tokens, as far as known while that one runs."""
 
     def draft_tokens(self, node_request: NodeRequest, most: int) -> list[int]:
@@ -467,8 +467,8 @@ class Source(Protocol):
     def came(self, node_request: NodeRequest, num_draft_tokens: int, num_come: int) -> None:
         """Record that the first `num_come` draft tokens of a sequence were accepted."""
 
-    def took(self, num_answers: int, num_draft_tokens: int, num_come: int, step_s: float) -> None:
-        """Record a finished step of `num_answers` sequences without prompts."""
+    def took(self, num_sequences: int, num_draft_tokens: int, num_come: int, step_s: float) -> None:
+        """Record a finished step of `num_sequences` sequences without prompts."""
 
 
 class _Text:
@@ -487,12 +487,12 @@ class Lookups:
         self._least_probability = 1.0
         self._texts: WeakKeyDictionary[NodeRequest, _Text] = WeakKeyDictionary()
 
-    def opens(self, num_answers: int) -> bool:
-        self._least_probability = self._gate.least_probability(num_answers)
+    def opens(self, num_sequences: int) -> bool:
+        self._least_probability = self._gate.least_probability(num_sequences)
         return self._least_probability < 1
 
-    def may_open(self, num_answers: int) -> bool:
-        return self._gate.least_probability(num_answers) < 1
+    def may_open(self, num_sequences: int) -> bool:
+        return self._gate.least_probability(num_sequences) < 1
 
     def draft_tokens(self, node_request: NodeRequest, most: int) -> list[int]:
         text, token_ids = self._texts.setdefault(node_request, _Text()), node_request.request.token_ids
@@ -505,7 +505,7 @@ class Lookups:
     def came(self, node_request: NodeRequest, num_draft_tokens: int, num_come: int) -> None:
         self._texts[node_request].record.add(num_draft_tokens, num_come)
 
-    def took(self, num_answers: int, num_draft_tokens: int, num_come: int, step_s: float) -> None:
+    def took(self, num_sequences: int, num_draft_tokens: int, num_come: int, step_s: float) -> None:
         """Do nothing: the gate has the measurement."""
 
 
@@ -559,9 +559,9 @@ class Speculation:
             extended.append(work._replace(draft_tokens=draft_tokens) if draft_tokens else work)
         return extended
 
-    def may_extend(self, num_answers: int) -> bool:
-        """Return whether the step behind a running one of `num_answers` sequences may get draft tokens."""
-        return self._source.may_open(num_answers)
+    def may_extend(self, num_sequences: int) -> bool:
+        """Return whether the step behind a running one of `num_sequences` sequences may get draft tokens."""
+        return self._source.may_open(num_sequences)
 
     def took(self, works: Sequence[Work], nums_given: Sequence[int], step_s: float) -> None:
         """Record a finished decode step that gave `nums_given[i]` tokens to `works[i]`."""

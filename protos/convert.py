@@ -148,7 +148,7 @@ def attempt_of(request: Request) -> fleet_pb2.Attempt:
     return fleet_pb2.Attempt(request_id=request.request_id, epoch=request.epoch)
 
 
-def tell_token(
+def fill_token(
     wire: fleet_pb2.SampledToken, request: Request, token: SampledToken, finish_reason: FinishReason | None
 ) -> None:
     """Fills in, field by field since there is one for each answer in each step, the token that was just appended to the
@@ -165,7 +165,7 @@ def tell_token(
         wire.top.add(token_id=token_id, logprob=logprob)
 
 
-def tell_scores(wire: fleet_pb2.SampledToken, scores: Sequence[SampledToken]) -> None:
+def fill_prompt_logprobs(wire: fleet_pb2.SampledToken, scores: Sequence[SampledToken]) -> None:
     """Adds what the prompt before an answer's first token has scored."""
     for score in scores:
         top = [inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in score.top_logprobs]

@@ -46,65 +46,65 @@ class Overview(_message.Message):
     recent_tokens_per_s: _containers.RepeatedScalarFieldContainer[float]
     window_s: float
     times: _containers.RepeatedCompositeFieldContainer[TimesOverview]
-    live: _containers.RepeatedCompositeFieldContainer[AnswerLife]
-    ended: _containers.RepeatedCompositeFieldContainer[AnswerLife]
-    def __init__(self, now_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., served_model_name: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeOverview, _Mapping]]] = ..., phases: _Optional[_Iterable[_Union[PhaseCount, _Mapping]]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., recent_tokens_per_s: _Optional[_Iterable[float]] = ..., window_s: _Optional[float] = ..., times: _Optional[_Iterable[_Union[TimesOverview, _Mapping]]] = ..., live: _Optional[_Iterable[_Union[AnswerLife, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[AnswerLife, _Mapping]]] = ...) -> None: ...
+    live: _containers.RepeatedCompositeFieldContainer[SequenceHistory]
+    ended: _containers.RepeatedCompositeFieldContainer[SequenceHistory]
+    def __init__(self, now_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., served_model_name: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeOverview, _Mapping]]] = ..., phases: _Optional[_Iterable[_Union[PhaseCount, _Mapping]]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., recent_tokens_per_s: _Optional[_Iterable[float]] = ..., window_s: _Optional[float] = ..., times: _Optional[_Iterable[_Union[TimesOverview, _Mapping]]] = ..., live: _Optional[_Iterable[_Union[SequenceHistory, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceHistory, _Mapping]]] = ...) -> None: ...
 
 class NodeOverview(_message.Message):
-    __slots__ = ("load", "num_tokens_to_compute", "num_answers", "num_to_come", "num_tokens_held", "num_pool_tokens", "prompt_tokens_per_s", "tokens_per_s")
+    __slots__ = ("load", "num_tokens_to_compute", "num_sequences", "num_incoming", "num_tokens_used", "num_pool_tokens", "prompt_tokens_per_s", "tokens_per_s")
     LOAD_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_TO_COMPUTE_FIELD_NUMBER: _ClassVar[int]
-    NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
-    NUM_TO_COME_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_HELD_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_INCOMING_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_USED_FIELD_NUMBER: _ClassVar[int]
     NUM_POOL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     load: NodeLoad
     num_tokens_to_compute: int
-    num_answers: int
-    num_to_come: int
-    num_tokens_held: int
+    num_sequences: int
+    num_incoming: int
+    num_tokens_used: int
     num_pool_tokens: int
     prompt_tokens_per_s: float
     tokens_per_s: float
-    def __init__(self, load: _Optional[_Union[NodeLoad, _Mapping]] = ..., num_tokens_to_compute: _Optional[int] = ..., num_answers: _Optional[int] = ..., num_to_come: _Optional[int] = ..., num_tokens_held: _Optional[int] = ..., num_pool_tokens: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, load: _Optional[_Union[NodeLoad, _Mapping]] = ..., num_tokens_to_compute: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_incoming: _Optional[int] = ..., num_tokens_used: _Optional[int] = ..., num_pool_tokens: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class PhaseCount(_message.Message):
-    __slots__ = ("phase", "num_answers")
+    __slots__ = ("phase", "num_sequences")
     PHASE_FIELD_NUMBER: _ClassVar[int]
-    NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     phase: str
-    num_answers: int
-    def __init__(self, phase: _Optional[str] = ..., num_answers: _Optional[int] = ...) -> None: ...
+    num_sequences: int
+    def __init__(self, phase: _Optional[str] = ..., num_sequences: _Optional[int] = ...) -> None: ...
 
 class Rates(_message.Message):
-    __slots__ = ("tokens_per_s", "prompt_tokens_per_s", "answers_per_s")
+    __slots__ = ("tokens_per_s", "prompt_tokens_per_s", "requests_per_s")
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
-    ANSWERS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_S_FIELD_NUMBER: _ClassVar[int]
     tokens_per_s: float
     prompt_tokens_per_s: float
-    answers_per_s: float
-    def __init__(self, tokens_per_s: _Optional[float] = ..., prompt_tokens_per_s: _Optional[float] = ..., answers_per_s: _Optional[float] = ...) -> None: ...
+    requests_per_s: float
+    def __init__(self, tokens_per_s: _Optional[float] = ..., prompt_tokens_per_s: _Optional[float] = ..., requests_per_s: _Optional[float] = ...) -> None: ...
 
 class TimesOverview(_message.Message):
-    __slots__ = ("slo_class", "limits", "num_answers", "num_limited", "num_met", "ttft_s", "tpot_s")
+    __slots__ = ("slo_class", "limits", "num_sequences", "num_limited", "num_met", "ttft_s", "tpot_s")
     SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
-    NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     NUM_LIMITED_FIELD_NUMBER: _ClassVar[int]
     NUM_MET_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
     slo_class: str
     limits: str
-    num_answers: int
+    num_sequences: int
     num_limited: int
     num_met: int
     ttft_s: Percentiles
     tpot_s: Percentiles
-    def __init__(self, slo_class: _Optional[str] = ..., limits: _Optional[str] = ..., num_answers: _Optional[int] = ..., num_limited: _Optional[int] = ..., num_met: _Optional[int] = ..., ttft_s: _Optional[_Union[Percentiles, _Mapping]] = ..., tpot_s: _Optional[_Union[Percentiles, _Mapping]] = ...) -> None: ...
+    def __init__(self, slo_class: _Optional[str] = ..., limits: _Optional[str] = ..., num_sequences: _Optional[int] = ..., num_limited: _Optional[int] = ..., num_met: _Optional[int] = ..., ttft_s: _Optional[_Union[Percentiles, _Mapping]] = ..., tpot_s: _Optional[_Union[Percentiles, _Mapping]] = ...) -> None: ...
 
 class Percentiles(_message.Message):
     __slots__ = ("p50", "p90", "p99")
@@ -116,10 +116,10 @@ class Percentiles(_message.Message):
     p99: float
     def __init__(self, p50: _Optional[float] = ..., p90: _Optional[float] = ..., p99: _Optional[float] = ...) -> None: ...
 
-class AnswerLife(_message.Message):
-    __slots__ = ("number", "answer_id", "start_s", "spans", "end", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_s", "tpot_s", "num_restarts", "num_migrations", "migration_pause_s", "kv_bytes", "attainment")
+class SequenceHistory(_message.Message):
+    __slots__ = ("number", "sequence_id", "start_s", "spans", "end", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_s", "tpot_s", "num_restarts", "num_migrations", "migration_pause_s", "kv_bytes", "attainment")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    ANSWER_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     START_S_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
@@ -134,7 +134,7 @@ class AnswerLife(_message.Message):
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     ATTAINMENT_FIELD_NUMBER: _ClassVar[int]
     number: int
-    answer_id: str
+    sequence_id: str
     start_s: float
     spans: _containers.RepeatedCompositeFieldContainer[Span]
     end: str
@@ -148,7 +148,7 @@ class AnswerLife(_message.Message):
     migration_pause_s: float
     kv_bytes: int
     attainment: Attainment
-    def __init__(self, number: _Optional[int] = ..., answer_id: _Optional[str] = ..., start_s: _Optional[float] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., end: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., num_restarts: _Optional[int] = ..., num_migrations: _Optional[int] = ..., migration_pause_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., attainment: _Optional[_Union[Attainment, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., sequence_id: _Optional[str] = ..., start_s: _Optional[float] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., end: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., num_restarts: _Optional[int] = ..., num_migrations: _Optional[int] = ..., migration_pause_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., attainment: _Optional[_Union[Attainment, _Mapping]] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("phase", "begin_s", "end_s", "prefill_node", "decode_node")
@@ -219,12 +219,12 @@ class GenerateRequest(_message.Message):
     tpot_ms: float
     slo_class: str
     priority: int
-    so_far: _containers.RepeatedCompositeFieldContainer[AnswerSoFar]
+    so_far: _containers.RepeatedCompositeFieldContainer[OutputSoFar]
     truncate_prompt_tokens: int
     call_number: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., slo_class: _Optional[str] = ..., priority: _Optional[int] = ..., so_far: _Optional[_Iterable[_Union[AnswerSoFar, _Mapping]]] = ..., truncate_prompt_tokens: _Optional[int] = ..., call_number: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., slo_class: _Optional[str] = ..., priority: _Optional[int] = ..., so_far: _Optional[_Iterable[_Union[OutputSoFar, _Mapping]]] = ..., truncate_prompt_tokens: _Optional[int] = ..., call_number: _Optional[int] = ...) -> None: ...
 
-class AnswerSoFar(_message.Message):
+class OutputSoFar(_message.Message):
     __slots__ = ("token_ids", "num_chars", "has_ended", "since_first_s", "finish_reason")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_CHARS_FIELD_NUMBER: _ClassVar[int]
@@ -637,20 +637,20 @@ class GetLoadsResponse(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeLoad, _Mapping]]] = ..., num_live_requests: _Optional[int] = ..., slo_classes: _Optional[_Iterable[_Union[SloClassLoad, _Mapping]]] = ...) -> None: ...
 
 class SloClassLoad(_message.Message):
-    __slots__ = ("slo_class", "limits", "num_answers", "num_ttft_met", "num_tpot_met", "num_met")
+    __slots__ = ("slo_class", "limits", "num_sequences", "num_ttft_met", "num_tpot_met", "num_met")
     SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
-    NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     NUM_TTFT_MET_FIELD_NUMBER: _ClassVar[int]
     NUM_TPOT_MET_FIELD_NUMBER: _ClassVar[int]
     NUM_MET_FIELD_NUMBER: _ClassVar[int]
     slo_class: str
     limits: str
-    num_answers: int
+    num_sequences: int
     num_ttft_met: int
     num_tpot_met: int
     num_met: int
-    def __init__(self, slo_class: _Optional[str] = ..., limits: _Optional[str] = ..., num_answers: _Optional[int] = ..., num_ttft_met: _Optional[int] = ..., num_tpot_met: _Optional[int] = ..., num_met: _Optional[int] = ...) -> None: ...
+    def __init__(self, slo_class: _Optional[str] = ..., limits: _Optional[str] = ..., num_sequences: _Optional[int] = ..., num_ttft_met: _Optional[int] = ..., num_tpot_met: _Optional[int] = ..., num_met: _Optional[int] = ...) -> None: ...
 
 class Shape(_message.Message):
     __slots__ = ("prompt_tokens", "slots", "accepts_transfers")

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RankCommand(_message.Message):
-    __slots__ = ("step", "credit", "send", "finish_send", "cancel_transfer", "stop", "send_more", "admit", "spill", "load_blocks", "cancel_load")
+    __slots__ = ("step", "credit", "send", "finish_send", "cancel_transfer", "stop", "send_more", "admit", "offload", "load_blocks", "cancel_load")
     STEP_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     SEND_FIELD_NUMBER: _ClassVar[int]
@@ -17,7 +17,7 @@ class RankCommand(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     SEND_MORE_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
-    SPILL_FIELD_NUMBER: _ClassVar[int]
+    OFFLOAD_FIELD_NUMBER: _ClassVar[int]
     LOAD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CANCEL_LOAD_FIELD_NUMBER: _ClassVar[int]
     step: StepPlan
@@ -28,10 +28,10 @@ class RankCommand(_message.Message):
     stop: Stop
     send_more: SendMore
     admit: Admit
-    spill: Spill
+    offload: Offload
     load_blocks: LoadBlocks
     cancel_load: CancelLoad
-    def __init__(self, step: _Optional[_Union[StepPlan, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., finish_send: _Optional[_Union[FinishSend, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., send_more: _Optional[_Union[SendMore, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., spill: _Optional[_Union[Spill, _Mapping]] = ..., load_blocks: _Optional[_Union[LoadBlocks, _Mapping]] = ..., cancel_load: _Optional[_Union[CancelLoad, _Mapping]] = ...) -> None: ...
+    def __init__(self, step: _Optional[_Union[StepPlan, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., finish_send: _Optional[_Union[FinishSend, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., send_more: _Optional[_Union[SendMore, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., offload: _Optional[_Union[Offload, _Mapping]] = ..., load_blocks: _Optional[_Union[LoadBlocks, _Mapping]] = ..., cancel_load: _Optional[_Union[CancelLoad, _Mapping]] = ...) -> None: ...
 
 class RankEvent(_message.Message):
     __slots__ = ("hello", "load", "credited", "transfer_ended", "caught_up", "loaded")
@@ -127,7 +127,7 @@ class Stop(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Spill(_message.Message):
+class Offload(_message.Message):
     __slots__ = ("demoted_from", "demoted_to", "block_ids", "slots")
     DEMOTED_FROM_FIELD_NUMBER: _ClassVar[int]
     DEMOTED_TO_FIELD_NUMBER: _ClassVar[int]

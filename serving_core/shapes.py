@@ -21,11 +21,11 @@ class Shape:
     accepts_transfers: bool  # whether the node decodes requests that other nodes prefill
 
     @property
-    def reads(self) -> bool:
+    def prefills(self) -> bool:
         return self.prompt_tokens > 0
 
     @property
-    def writes(self) -> bool:
+    def decodes(self) -> bool:
         return self.slots > 0
 
 
@@ -52,9 +52,9 @@ def preset(role: str, *, max_num_batched_tokens: int, max_num_seqs: int) -> Shap
 
 def role_of(shape: Shape) -> str:
     """Return the role of a shape."""
-    if shape.reads and shape.writes:
+    if shape.prefills and shape.decodes:
         return MIXED
-    return PREFILL if shape.reads else DECODE
+    return PREFILL if shape.prefills else DECODE
 
 
 def check_shape(shape: Shape, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
@@ -66,9 +66,9 @@ def check_shape(shape: Shape, *, max_num_batched_tokens: int, max_num_seqs: int)
         if value > limit:
             message = f"{name} of a shape is {value}, the node's {limit_name} is {limit}"
             raise RequestError(BAD_PARAM, message, field=f"shape.{name}")
-    if not shape.reads and not shape.writes:
+    if not shape.prefills and not shape.decodes:
         message = "a shape needs prompt_tokens or slots above 0: a node that does neither does nothing"
         raise RequestError(BAD_PARAM, message, field="shape")
-    if shape.accepts_transfers and not shape.writes:
+    if shape.accepts_transfers and not shape.decodes:
         message = "a shape that accepts KV transfers needs slots above 0"
         raise RequestError(BAD_PARAM, message, field="shape.accepts_transfers")

@@ -1,4 +1,4 @@
-"""Define and collect the decisions of a node's logic; the worker carries them out in order."""
+"""Define and collect the decisions of a node's scheduler; the worker carries them out in order."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ class CancelTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Spill:
+class Offload:
     """Copy evicted blocks to KV offload on every rank, before the blocks are overwritten."""
 
     copies: Copies
@@ -138,7 +138,7 @@ Decision = (
     | FinishSend
     | FetchPrefix
     | CancelTransfer
-    | Spill
+    | Offload
     | Load
     | CancelLoad
     | OpenRemoteKV
@@ -148,7 +148,7 @@ Decision = (
 
 
 class Decisions:
-    """Collect what the logic of one node decides, until the worker takes it."""
+    """Collect what the scheduler of one node decides, until the worker takes it."""
 
     def __init__(self) -> None:
         self._decided: list[Decision] = []

@@ -19,7 +19,7 @@ from serving_core.node.leases import Leases
 from serving_core.node.prefix import BlockNames
 from serving_core.node.requests import NodeRequest, Waiting
 from serving_core.node.tiers import TierIndex, TierRates
-from serving_node.decisions import CancelLoad, Decision, Decisions, Load, Spill
+from serving_node.decisions import CancelLoad, Decision, Decisions, Load, Offload
 from serving_node.sources import KVSource
 
 MAX_LOADS: Final = 4  # at a time
@@ -88,16 +88,16 @@ class KVOffload(KVSource):
         self._copied: frozenset[int] = frozenset()  # slots written by the last copies
         self._told = inference_pb2.TierLoad()
         allocator.on_evict = index.put
-        decisions.decide_first = self._spill
+        decisions.decide_first = self._offload
 
-    def _spill(self) -> list[Decision]:
+    def _offload(self) -> list[Decision]:
         """Return the copies of evicted blocks, which must be carried out before any other decision."""
         copies = self._index.take_copies()
         if copies is None:
             return []
         self._copied = frozenset(copies.slots)
         self._told.written_bytes += len(copies.slots) * self._block_bytes
-        return [Spill(copies)]
+        return [Offload(copies)]
 
     @property
     def held(self) -> dict[int, BlockLease]:

@@ -153,7 +153,7 @@ class Outputs:
             if reason is not None:
                 self._cache_report.report()  # before the client can send its next request
             if node_request.ending is None:
-                convert.tell_token(step_tokens.tokens.add(), request, token, reason)
+                convert.fill_token(step_tokens.tokens.add(), request, token, reason)
         if node_request.state is not RequestState.RUNNING:
             self._prefilled(node_request, token, reason)
         return reason is not None
@@ -166,8 +166,8 @@ class Outputs:
         node_request.note_first_token(now)
         if node_request.ending is None:
             first_token = self._first_token(node_request, now)
-            convert.tell_token(first_token.token, node_request.request, token, reason)
-            convert.tell_scores(first_token.token, node_request.request.scores)
+            convert.fill_token(first_token.token, node_request.request, token, reason)
+            convert.fill_prompt_logprobs(first_token.token, node_request.request.scores)
             self._decisions.report(first_token=first_token)
 
     def _prefilled(self, node_request: NodeRequest, token: SampledToken, reason: FinishReason | None) -> None:
@@ -222,11 +222,11 @@ class StepCounts:
 
     def add(self, load: StepLoad, step_s: float, num_more: int = 0) -> None:
         """Count a finished step; `num_more` is the number of output tokens beyond one for each sequence."""
-        num_prompt_tokens, num_answers = load.num_prompt_tokens, load.num_answers
-        num_output_tokens = num_answers + num_more
-        phase = "decode" if not num_prompt_tokens else "mixed" if num_answers else "prefill"
+        num_prompt_tokens, num_sequences = load.num_prompt_tokens, load.num_sequences
+        num_output_tokens = num_sequences + num_more
+        phase = "decode" if not num_prompt_tokens else "mixed" if num_sequences else "prefill"
         self.seconds[phase].observe(step_s)
         self.tokens.observe(num_prompt_tokens + num_output_tokens)
-        self.sequences.observe(num_answers)
+        self.sequences.observe(num_sequences)
         self.num_prompt_tokens += num_prompt_tokens
         self.num_output_tokens += num_output_tokens

@@ -76,7 +76,7 @@ class NodeRunner:
         # A prefix has no state of its own, with which a request could go on.
         is_caching = settings.engine.enable_prefix_caching and not engine.layout.state_bytes
         self._allocator = BlockAllocator(engine.num_blocks, caching=is_caching)
-        self._logic = logic = NodeScheduler(
+        self._scheduler = scheduler = NodeScheduler(
             self._allocator,
             engine.layout,
             limits,
@@ -91,7 +91,7 @@ class NodeRunner:
             tier=tier,
         )
         self.time = time.monotonic  # as the worker's clock
-        self._worker = worker = Worker(logic, link, self)
+        self._worker = worker = Worker(scheduler, link, self)
         self._pp_size: Final = settings.engine.pipeline_parallel_size
         self._tp_size: Final = (1 + len(followers)) // self._pp_size
         worker.transfers = self._transfers = NodeTransfers(
@@ -105,7 +105,7 @@ class NodeRunner:
             ttl_s=settings.reservation_ttl_s,
         )
         self._store, self._num_tier_blocks = store, tier.num_host + tier.num_disk
-        worker.offload = NodeTier(store, followers, worker.loaded, logic.lost)
+        worker.offload = NodeTier(store, followers, worker.loaded, scheduler.lost)
         self._remote_kvs: RemoteKVEnds | None = None
         if limits.tile_tokens:
             self._remote_kvs = RemoteKVEnds(
@@ -128,7 +128,7 @@ class NodeRunner:
 
         The fingerprint must be equal on all nodes of a fleet; the engine's description and numerics may differ.
         """
-        self._logic.attached()
+        self._scheduler.attached()
         engine, limits = self._engine, self._limits
         return fleet_pb2.Hello(
             node=inference_pb2.NodeInfo(
@@ -147,8 +147,8 @@ class NodeRunner:
             tp_size=self._tp_size,
             pp_size=self._pp_size,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            shape=convert.shape_to_wire(self._logic.shape),
-            home=convert.shape_to_wire(self._logic.home),
+            shape=convert.shape_to_wire(self._scheduler.shape),
+            home=convert.shape_to_wire(self._scheduler.home),
             kv_keys=self._transfers.keys,
             num_tier_blocks=self._num_tier_blocks,
             remote_kvs=self._remote_kv_offer(),
@@ -205,7 +205,7 @@ class NodeRunner:
         self._stepping.wake()
 
     def wake_at(self, moment_s: float | None) -> None:
-        if self._logic.is_idle:
+        if self._scheduler.is_idle:
             self._idle.set()
         else:
             self._idle.clear()
@@ -222,11 +222,11 @@ class NodeRunner:
 
     @property
     def steps(self) -> StepCounts:
-        return self._logic.steps
+        return self._scheduler.steps
 
     @property
     def speculation(self) -> SpeculationCounts:
-        return self._logic.speculation.counts
+        return self._scheduler.speculation.counts
 
     @property
     def is_stuck(self) -> bool:
@@ -242,25 +242,25 @@ class NodeRunner:
 
     @property
     def node_requests(self) -> NodeRequests:
-        return self._logic.node_requests
+        return self._scheduler.node_requests
 
     def load(self) -> inference_pb2.NodeLoad:
         """Return the load that the next heartbeat would report."""
         load = self.measured_load()
-        self._logic.fill(load)
+        self._scheduler.fill(load)
         return load
 
     @property
     def leases(self) -> list[tuple[Key, BlockLease]]:
         """Return every lease of the pool's blocks with its holder."""
-        return self._logic.leases
+        return self._scheduler.leases
 
     def num_held(self) -> dict[str, int]:
         """Return how much of each kind the node holds, recounted from scratch.
 
         All values are 0 once all requests and transfers are over. Raises AssertionError if the counts differ.
         """
-        self._logic.check_integrity()
+        self._scheduler.check_integrity()
         load, holders = self.load(), [holder for holder, _ in self.leases]
         return {
             "blocks": load.num_blocks - load.num_blocks_free,
@@ -268,18 +268,18 @@ class NodeRunner:
             "transfer descriptors": self._transfers.num_unopened,
             "transfers": self._transfers.num_open,
             "leases without a request": len(holders) - sum(each.lease is not None for each in self.node_requests),
-            "timers": int(self._logic.wake_at_s is not None),
+            "timers": int(self._scheduler.wake_at_s is not None),
         }
 
     # ---- for the process ----
 
     def drain(self) -> None:
         """Ask for no new attempts from the next heartbeat on."""
-        self._logic.is_draining = True
+        self._scheduler.is_draining = True
 
     @property
     def is_draining(self) -> bool:
-        return self._logic.is_draining
+        return self._scheduler.is_draining
 
     async def idle(self) -> None:
         """Return when no request is left."""

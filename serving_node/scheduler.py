@@ -1,8 +1,7 @@
 """Decide for one node. Pure: commands, ends of steps and transfers, and the time come in; decisions come out.
 
-The logic joins prefill (`prefill_node`) and decode (`decode_node`) over one KV pool. One step may hold both: one token
-of each running sequence, then chunks of prompts.
-"""
+The scheduler joins prefill (`prefill_node`) and decode (`decode_node`) over one KV pool. One step may hold both: one
+token of each running sequence, then chunks of prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from serving_node.transfers import WAITING_FOR_OTHERS, Endings, IncomingTransfer
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Set the limits of a node's logic. Times are in seconds."""
+    """Set the limits of a node's scheduler. Times are in seconds."""
 
     max_num_batched_tokens: int  # in one step
     max_num_seqs: int  # running slots; at most max_num_batched_tokens
@@ -70,7 +69,7 @@ class NodeScheduler:
         costs: StepCosts,
         tier: OffloadPlan = NO_OFFLOAD,
     ) -> None:
-        """Create the logic of a node with role `shape`.
+        """Create the scheduler of a node with role `shape`.
 
         `block_bytes` is the size of one block over all ranks and layers. `numerics` and `is_batch_invariant` are passed
         to Leases.
@@ -493,7 +492,7 @@ class NodeScheduler:
         load = _load_of(node_requests, works)
         has_draft_tokens = has_drafts(works)
         if not has_draft_tokens:
-            self._rates.add(load.num_prompt_tokens, load.num_answers, step_s)
+            self._rates.add(load.num_prompt_tokens, load.num_sequences, step_s)
             self._prefill.chunk_budget.took(load, step_s, now)
         if self.speculation.is_on and not load.num_prompt_tokens:
             self.speculation.took(works, nums_given, step_s)
@@ -547,7 +546,7 @@ class NodeScheduler:
         self._admit()
 
     def lost(self, slots: Sequence[int]) -> None:
-        """Record that these KV offload slots hold nothing, because blocks of a `Spill` could not be copied."""
+        """Record that these KV offload slots hold nothing, because blocks of a `Offload` could not be copied."""
         assert self.kv_offload is not None
         self.kv_offload.lost(slots)
 

@@ -1,4 +1,4 @@
-"""Define what the node's logic asks of KV that lies outside the pool or does not belong to its requests."""
+"""Define what the node's scheduler asks of KV that lies outside the pool or does not belong to its requests."""
 
 from protos import fleet_pb2, inference_pb2
 from serving_core.node.blocks import BlockLease
@@ -8,7 +8,7 @@ from serving_core.node.requests import NodeRequest
 class KVSource:
     """A place of KV beside the pool of one node: host memory and disk, other nodes. Methods do nothing by default.
 
-    The logic of a node has a list of the sources that are switched on, and calls all of them.
+    The scheduler of a node has a list of the sources that are switched on, and calls all of them.
     """
 
     kind = ""  # of lease holder, in `NodeScheduler.leases`

@@ -45,7 +45,7 @@ class Stepping:
     ) -> None:
         self.stepper: Final[Stepper[Work, list[SampledToken]]] = Stepper(engine.step)
         self._engine = engine
-        self._worker, self._logic = worker, worker.logic
+        self._worker, self._scheduler = worker, worker.scheduler
         self._transfers = transfers
         self._followers = followers
         self._drafter = drafter
@@ -90,20 +90,20 @@ class Stepping:
             self._works = []
             if step is not None and step.next_step is not None:
                 step.next_step.give_up()
-        if self._drafter is not None and (drafts := self._logic.speculation.drafts) is not None:
+        if self._drafter is not None and (drafts := self._scheduler.speculation.drafts) is not None:
             await propose(self._drafter, drafts, self.stepper)
             self.clock.lap(DRAFT)
 
     def _begin(self, works: list[Work]) -> Step[Work, list[SampledToken]] | None:
         with self._failing(works):
             self._followers.announce(works)
-            sends = self._logic.sends_while(works)
+            sends = self._scheduler.sends_while(works)
             return self.stepper.begin(works, self._transfers.on_layer(sends) if sends else None)
         return None
 
     def _build_next(self, step: Step[Work, list[SampledToken]]) -> None:
         """Let the engine build the step behind the running one (async scheduling)."""
-        if not self._is_async or not (works := self._logic.plan_next(step.parts)):
+        if not self._is_async or not (works := self._scheduler.plan_next(step.parts)):
             return
         self._worker.carry_out_now()
         try:
@@ -115,7 +115,7 @@ class Stepping:
         parts = step.parts  # not the step itself, which would never be freed
 
         def follows(tokens: list[SampledToken]) -> bool:
-            return not self._work.is_set() and not self._logic.ends_any(parts, tokens)
+            return not self._work.is_set() and not self._scheduler.ends_any(parts, tokens)
 
         compute = partial(self._engine.step_prepared, works, built)
         step.next_step = NextStep(works, asyncio.get_running_loop().create_future(), follows=follows, compute=compute)
@@ -178,7 +178,7 @@ class Stepping:
         was_stuck = self._why_stuck() is not None
         while self._works or self.stepper.step_age_s:  # the draft model may be stuck
             self._look_for_starvation()
-            check_hope(self._computing_s, self._logic.expected_step_s(self._works), self._stuck_exit_s)
+            check_hope(self._computing_s, self._scheduler.expected_step_s(self._works), self._stuck_exit_s)
             await asyncio.sleep(CHECK_S)
         if was_stuck:
             await asyncio.sleep(self._absences.next_s(time.monotonic()))
@@ -192,7 +192,7 @@ class Stepping:
         step_age_s = self._computing_s
         if step_age_s <= LEAST_S:
             return None
-        return why_stuck(step_age_s, self._logic.expected_step_s(self._works))
+        return why_stuck(step_age_s, self._scheduler.expected_step_s(self._works))
 
     @property
     def _computing_s(self) -> float:

@@ -1,6 +1,7 @@
-"""Drive the logic of one node: commands, ends of steps and transfers, and the time go in; decisions go out over ports.
+"""Drive the scheduler of one node: commands, ends of steps and transfers, and the time go in; decisions go out over
+ports.
 
-The only interpreter of decisions. A node process, a simulated node and the tests give it other ports, and the logic
+The only interpreter of decisions. A node process, a simulated node and the tests give it other ports, and the scheduler
 cannot tell them apart. Synchronous: a port may call the worker back while it carries a decision out.
 """
 
@@ -19,11 +20,11 @@ from serving_node.decisions import (
     CompileGrammar,
     Decision,
     Load,
+    Offload,
     OpenRemoteKV,
     Report,
     RevokeRemoteKV,
     SendHeartbeat,
-    Spill,
 )
 from serving_node.distributed_kv.source import Opened
 from serving_node.scheduler import NodeScheduler
@@ -45,7 +46,7 @@ class Engine(Protocol):
         ...
 
     def measured_load(self) -> inference_pb2.NodeLoad:
-        """Return the part of the node's load that the logic does not know."""
+        """Return the part of the node's load that the scheduler does not know."""
         ...
 
     def wake(self) -> None:
@@ -70,7 +71,7 @@ class Clock(Protocol):
 
 
 class Worker:
-    """Take all that happens to one node, and carry out what its logic decides."""
+    """Take all that happens to one node, and carry out what its scheduler decides."""
 
     transfers: Port
     """For KV transfers. Set, as the other ports are, before anything happens: ports report to the worker."""
@@ -79,8 +80,8 @@ class Worker:
     offload: Port | None = None
     remote_kvs: Port | None = None
 
-    def __init__(self, logic: NodeScheduler, link: Link, clock: Clock) -> None:
-        self.logic = logic
+    def __init__(self, scheduler: NodeScheduler, link: Link, clock: Clock) -> None:
+        self.scheduler = scheduler
         self._link = link
         self._clock = clock
         self._is_carrying_out = False
@@ -90,87 +91,87 @@ class Worker:
     def heartbeat(self) -> fleet_pb2.Heartbeat:
         """Return the node's load, and report the changes of its prefix cache."""
         load = self.engine.measured_load()
-        self.logic.describe(load)
+        self.scheduler.describe(load)
         self.carry_out()
         return fleet_pb2.Heartbeat(load=load, step_age_s=self.engine.step_age_s)
 
     def handle(self, command: fleet_pb2.NodeCommand) -> None:
-        self.logic.handle(command, self._clock.time())
+        self.scheduler.handle(command, self._clock.time())
         self.carry_out()
 
     def detached(self) -> None:
         """End every request: the coordinator is gone."""
-        self.logic.detached()
+        self.scheduler.detached()
         self.carry_out()
 
     # ---- steps; the caller carries out what they decide ----
 
     def plan(self) -> list[Work]:
         """Return the next step; empty if there is nothing to compute."""
-        return self.logic.plan(self._clock.time())
+        return self.scheduler.plan(self._clock.time())
 
     def step_done(
         self, works: Sequence[Work], tokens: Sequence[SampledToken], step_s: float, *, goes_on: bool = False
     ) -> None:
-        self.logic.step_done(works, tokens, step_s, self._clock.time(), goes_on=goes_on)
+        self.scheduler.step_done(works, tokens, step_s, self._clock.time(), goes_on=goes_on)
 
     def step_failed(self, works: Sequence[Work], cause: str) -> None:
-        self.logic.step_failed(works, cause, self._clock.time())
+        self.scheduler.step_failed(works, cause, self._clock.time())
 
     # ---- grammars ----
 
     def compiled(self, request: Request, result: Guide | RequestError) -> None:
-        self.logic.compiled(request, result)
+        self.scheduler.compiled(request, result)
         self.carry_out()
 
     # ---- KV transfers ----
 
     def credited(self, epoch: int, descriptor: bytes) -> None:
-        self.logic.credited(epoch, descriptor)
+        self.scheduler.credited(epoch, descriptor)
         self.carry_out()
 
     def receiving(self, epoch: int) -> None:
-        self.logic.receiving(epoch)
+        self.scheduler.receiving(epoch)
 
     def received(self, epoch: int, result: Received | TransferFailed) -> None:
-        self.logic.received(epoch, result, self._clock.time())
+        self.scheduler.received(epoch, result, self._clock.time())
         self.carry_out()
 
     def caught_up(self, epoch: int) -> None:
-        self.logic.caught_up(epoch)
+        self.scheduler.caught_up(epoch)
         self.carry_out()
 
     def sent(self, epoch: int, result: Sent | TransferFailed) -> None:
-        self.logic.sent(epoch, result, self._clock.time())
+        self.scheduler.sent(epoch, result, self._clock.time())
         self.carry_out()
 
     # ---- KV offload ----
 
     def loaded(self, load_id: int, num_good: int) -> None:
-        self.logic.loaded(load_id, num_good, self._clock.time())
+        self.scheduler.loaded(load_id, num_good, self._clock.time())
         self.carry_out()
 
     # ---- distributed KV ----
 
     def opened(self, node_request: NodeRequest, remote_kv: Opened | None) -> None:
-        self.logic.opened(node_request, remote_kv, self._clock.time())
+        self.scheduler.opened(node_request, remote_kv, self._clock.time())
         self.carry_out()
 
     def lease_remote_kv(self, number: int, most_tiles: int, asker: Asker) -> list[int]:
         """Lease blocks to another node. Evicted contents are copied to KV offload before the other node writes."""
-        block_ids = self.logic.lease_remote_kv(number, most_tiles, asker, self._clock.time())
+        block_ids = self.scheduler.lease_remote_kv(number, most_tiles, asker, self._clock.time())
         self.carry_out()
         return block_ids
 
     def release_remote_kv(self, number: int) -> None:
-        self.logic.release_remote_kv(number)
+        self.scheduler.release_remote_kv(number)
         self.carry_out()
 
     # ---- time ----
 
     def tick(self) -> None:
         """End the waits whose deadline has passed."""
-        self.logic.tick(self._clock.time())
+        self.scheduler.tick(self._clock.time())
         self.carry_out()
 
     # ---- decisions ----
@@ -184,13 +185,13 @@ class Worker:
         self.carry_out_now()
         if wakes:
             self.engine.wake()
-        self._clock.wake_at(self.logic.wake_at_s)
+        self._clock.wake_at(self.scheduler.wake_at_s)
 
     def carry_out_now(self) -> None:
         """Carry out the decisions of a moment that changes no deadline, such as copies of evicted blocks."""
         self._is_carrying_out = True
         try:
-            while decisions := self.logic.decisions.take():
+            while decisions := self.scheduler.decisions.take():
                 for decision in decisions:
                     self._do(decision)
         finally:
@@ -205,7 +206,7 @@ class Worker:
             case CompileGrammar():
                 assert self.grammars is not None, "a node without grammars"
                 self.grammars.carry_out(decision)
-            case Spill() | Load() | CancelLoad():
+            case Offload() | Load() | CancelLoad():
                 assert self.offload is not None, "a node without KV offload"
                 self.offload.carry_out(decision)
             case OpenRemoteKV() | RevokeRemoteKV() | CloseRemoteKV():

@@ -26,7 +26,7 @@ LONGEST = (
     "unit/splitserve_bench/test_goodput",
     "unit/splitserve_bench/test_compare_run",
     "unit/serving_node/test_chunk_budget",
-    "unit/serving_node/test_logic_fleet",
+    "unit/serving_node/test_scheduler_fleet",
     "unit/engine/test_bits",
     "unit/engine/test_transformers_backend_ranks",
     "unit/engine/test_tensor_parallel",

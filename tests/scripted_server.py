@@ -142,7 +142,7 @@ class Script(inference_pb2_grpc.InferenceServicer, inference_pb2_grpc.AdminServi
             longest_heartbeat_gap_s=self.heartbeat_gap_s,
         )
         chat = inference_pb2.SloClassLoad(
-            slo_class="chat", limits="ttft:500", num_answers=8, num_ttft_met=7, num_tpot_met=6, num_met=5
+            slo_class="chat", limits="ttft:500", num_sequences=8, num_ttft_met=7, num_tpot_met=6, num_met=5
         )
         return inference_pb2.GetLoadsResponse(nodes=[p0, d0], num_live_requests=1, slo_classes=[chat])
 

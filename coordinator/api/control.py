@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from coordinator.api.generation import Generation
-from coordinator.api.validation import AnswerPlan
+from coordinator.api.validation import RequestPlan
 from coordinator.control.nodes import Capacity, Registry, has_path, why_no_path
 from coordinator.control.request import SoFar
 from coordinator.control.request_log import CallRecord, RequestLog
@@ -53,7 +53,7 @@ class Control(Protocol):
 
     async def begin(
         self,
-        plan: AnswerPlan,
+        plan: RequestPlan,
         beginnings: Sequence[tuple[SoFar, AnswerText]],
         asked: inference_pb2.GenerateRequest,
         *,
@@ -121,7 +121,7 @@ class LocalControl:
 
     async def begin(
         self,
-        plan: AnswerPlan,
+        plan: RequestPlan,
         beginnings: Sequence[tuple[SoFar, AnswerText]],
         asked: inference_pb2.GenerateRequest,
         *,

@@ -113,7 +113,7 @@ def _times(metrics: Metrics) -> Iterator[Figure]:
     help, name = "max_tokens of a request.", "request_params_max_tokens"
     yield figure(name, help, metrics.params_max_tokens, name)
     names = ("request_generation_tokens", "request_max_num_generation_tokens")  # each sequence is a group of its own
-    yield figure("request_generation_tokens", "Generation tokens of a request.", metrics.answer_lengths, *names)
+    yield figure("request_generation_tokens", "Generation tokens of a request.", metrics.output_lengths, *names)
 
 
 def _totals(metrics: Metrics) -> Iterator[Figure]:
@@ -172,7 +172,7 @@ def _by_class(metrics: Metrics) -> Iterator[Figure]:
         return histogram(name, help, [({"slo_class": name}, each) for name, each in by_class.items()])
 
     attained = metrics.attainment.by_class
-    num_requests = [({"slo_class": name}, counts.num_answers) for name, counts in attained.items()]
+    num_requests = [({"slo_class": name}, counts.num_sequences) for name, counts in attained.items()]
     yield counter("slo_requests", "Ended requests with an SLO, by SLO class.", num_requests)
     attained_by_limit = [
         ({"slo_class": name, "limit": limit}, value)

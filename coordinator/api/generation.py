@@ -19,7 +19,7 @@ class Generation:
     def __init__(
         self,
         request_id: str,
-        num_answers: int,
+        num_sequences: int,
         *,
         num_ended: int = 0,
         max_unsent_tokens: int = MAX_UNSENT_TOKENS,
@@ -36,10 +36,10 @@ class Generation:
         self.request_id = request_id
         self._wire_id = wire_id or request_id
         self._wake = wake
-        self.answer_ids = [f"{request_id}/{index}" for index in range(num_answers)]
-        self._max_unsent_tokens = max_unsent_tokens * num_answers
+        self.sequence_ids = [f"{request_id}/{index}" for index in range(num_sequences)]
+        self._max_unsent_tokens = max_unsent_tokens * num_sequences
         self._num_unsent_tokens = 0
-        self._num_open = num_answers - num_ended
+        self._num_open = num_sequences - num_ended
         self._unsent: deque[inference_pb2.GenerateResponse] = deque()
         self._stream_interval = stream_interval
         self._begun = set[int]()  # outputs of which a chunk has been queued

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from coordinator.api.validation import AnswerPlan, sequence_seeds
+from coordinator.api.validation import RequestPlan, sequence_seeds
 from coordinator.control.nodes import Capacity
 from coordinator.control.request import NOTHING, SoFar
 from coordinator.control.request_log import CallRecord
@@ -43,7 +43,7 @@ def info_from_wire(wire: api_servers_pb2.CallInfo, now: float) -> tuple[CallReco
 
 
 def call_to_wire(
-    call_id: str, plan: AnswerPlan, asked: inference_pb2.GenerateRequest, so_fars: Sequence[SoFar]
+    call_id: str, plan: RequestPlan, asked: inference_pb2.GenerateRequest, so_fars: Sequence[SoFar]
 ) -> api_servers_pb2.ForwardedCall:
     """Return the call without its info and times. Text and stop strings stay at the API server."""
     sampling = plan.samplings[0]
@@ -67,8 +67,8 @@ def call_to_wire(
     return call
 
 
-def so_far_to_wire(so_far: SoFar) -> inference_pb2.AnswerSoFar:
-    return inference_pb2.AnswerSoFar(
+def so_far_to_wire(so_far: SoFar) -> inference_pb2.OutputSoFar:
+    return inference_pb2.OutputSoFar(
         token_ids=so_far.token_ids,
         finish_reason=so_far.finish_reason,
         since_first_s=so_far.since_first_s,
@@ -76,7 +76,7 @@ def so_far_to_wire(so_far: SoFar) -> inference_pb2.AnswerSoFar:
     )
 
 
-def plan_from_wire(wire: api_servers_pb2.ForwardedCall) -> tuple[AnswerPlan, list[SoFar]]:
+def plan_from_wire(wire: api_servers_pb2.ForwardedCall) -> tuple[RequestPlan, list[SoFar]]:
     """Return the plan of a call, which its API server has validated, and what each output already has.
 
     Inverse of call_to_wire for the fields that the coordinator uses.
@@ -84,7 +84,7 @@ def plan_from_wire(wire: api_servers_pb2.ForwardedCall) -> tuple[AnswerPlan, lis
     request = wire.request
     sampling = sampling_from_wire(request.sampling_params, wire.grammar)
     seeds = sequence_seeds(sampling.seed, request.sampling_params.n)
-    plan = AnswerPlan(
+    plan = RequestPlan(
         request_id=request.request_id,
         prompt=list(request.tokenized.input_ids),
         cache_salt=request.cache_salt,

@@ -86,13 +86,13 @@ class Overview:
             served_model_name=self._model_name,
             nodes=[self._node(node, now) for node in self._registry.nodes],
             phases=[
-                inference_pb2.PhaseCount(phase=phase.value if phase else NO_NODE, num_answers=phases[phase])
+                inference_pb2.PhaseCount(phase=phase.value if phase else NO_NODE, num_sequences=phases[phase])
                 for phase in PHASES
             ],
             rates=inference_pb2.Rates(
                 tokens_per_s=_rate(first, latest, latest.num_tokens - first.num_tokens),
                 prompt_tokens_per_s=_rate(first, latest, latest.num_prompt_tokens - first.num_prompt_tokens),
-                answers_per_s=_rate(first, latest, latest.num_ended - first.num_ended),
+                requests_per_s=_rate(first, latest, latest.num_ended - first.num_ended),
             ),
             recent_tokens_per_s=[_rate(a, b, b.num_tokens - a.num_tokens) for a, b in pairwise(self._samples)],
             window_s=WINDOW_S,
@@ -112,9 +112,9 @@ class Overview:
         return inference_pb2.NodeOverview(
             load=self._scheduler.load_of(node),
             num_tokens_to_compute=account.tokens_to_compute,
-            num_answers=account.num_answers,
-            num_to_come=account.num_arriving,
-            num_tokens_held=self._ledger.tokens_taken(node),
+            num_sequences=account.num_sequences,
+            num_incoming=account.num_arriving,
+            num_tokens_used=self._ledger.tokens_taken(node),
             num_pool_tokens=node.pool_tokens,
             prompt_tokens_per_s=_rate(first, latest, latest.num_prompt_tokens - first.num_prompt_tokens),
             tokens_per_s=_rate(first, latest, latest.num_tokens - first.num_tokens),
@@ -143,7 +143,7 @@ def _times_overview(slo_class: str, limits: str, times: Sequence[Times]) -> infe
     return inference_pb2.TimesOverview(
         slo_class=slo_class,
         limits=limits,
-        num_answers=len(times),
+        num_sequences=len(times),
         num_limited=sum(each.is_met is not None for each in times),
         num_met=sum(each.is_met is True for each in times),
         ttft_s=_percentiles([each.ttft_s for each in times if each.ttft_s is not None]),

@@ -24,15 +24,15 @@ from coordinator.api.prompts import (
 from coordinator.api.unknown_fields import UnknownFields
 from coordinator.api.validation import (
     MAX_BAD_WORD_CHARS,
-    AnswerPlan,
     Limits,
+    RequestPlan,
     bad,
     check_count,
     check_input,
-    check_num_answers,
+    check_num_sequences,
     check_prompt_length,
     check_token_ids,
-    plan_answers,
+    plan_request,
     prompt_limit,
 )
 from coordinator.control.request import NOTHING, SoFar
@@ -67,7 +67,7 @@ class ServedModel:
     def name(self) -> str:
         return self.names[0]
 
-    def name_in_answers(self, asked: str) -> str:
+    def name_in_responses(self, asked: str) -> str:
         """Return the model name for a response: the requested adapter's, else the primary name."""
         return asked if asked and asked not in self.names else self.name
 
@@ -86,7 +86,7 @@ class Prepared:
     """A request that can begin. Its outputs end at the deadline."""
 
     request: inference_pb2.GenerateRequest
-    plan: AnswerPlan
+    plan: RequestPlan
     beginnings: Sequence[tuple[SoFar, AnswerText]]
     deadline_s: float
     record: CallRecord
@@ -111,16 +111,15 @@ class Preprocessor:
         max_logprobs: int,
         request_timeout_s: float,
         strict_fields: bool,
-        max_answers: int,
+        max_sequences: int,
         slo_classes: Collection[str] = (),
     ) -> None:
         """Create the preprocessor.
 
-        `max_answers` is the largest number of sequences in flight, over all clients, and `slo_classes` are the names of
-        the operator's SLO classes.
-        """
+        `max_sequences` is the largest number of sequences in flight, over all clients, and `slo_classes` are the names
+        of the operator's SLO classes."""
         self.model = model
-        self.max_answers = max_answers
+        self.max_sequences = max_sequences
         self.slo_classes = slo_classes
         self.unknown_fields = UnknownFields(strict=strict_fields)
         self._control = control
@@ -164,7 +163,7 @@ class Preprocessor:
             )
         try:
             record.begun_s, record.num_prompt_tokens = begun_s, len(plan.prompt)
-            record.sampling, record.num_answers = plan.samplings[0], len(plan.samplings)
+            record.sampling, record.num_sequences = plan.samplings[0], len(plan.samplings)
             yield Call(plan.prompt, generation, plan.samplings[0].max_tokens)
         finally:
             self._control.close(generation)
@@ -181,7 +180,9 @@ class Preprocessor:
             check_writes(self.model.config)
             limits = self._limits_of(terms)
             check_input(request, limits)
-            num_answers = check_num_answers(request.sampling_params, 1 + terms.num_prompts_behind, self.max_answers)
+            num_sequences = check_num_sequences(
+                request.sampling_params, 1 + terms.num_prompts_behind, self.max_sequences
+            )
             check_counts(request, limits)
             check_truncation(request, limits)
             has_grammar = constraint_of(request.sampling_params) is not None
@@ -191,8 +192,8 @@ class Preprocessor:
                 spelled = await spellings(self.model.tokenizer, request.sampling_params.bad_words)
             prompt = cut(uncut, request, limits, keeps_first=terms.keeps_first)
             limits = self._limits_of(terms)
-            plan = plan_answers(request, prompt, limits, self._defaults(terms.default_max_tokens), grammar, spelled)
-            plan = replace(plan, num_behind=num_answers - len(plan.samplings))
+            plan = plan_request(request, prompt, limits, self._defaults(terms.default_max_tokens), grammar, spelled)
+            plan = replace(plan, num_behind=num_sequences - len(plan.samplings))
             so_far = read_so_far(request, plan, limits, self.model.config.eos_token_ids)
             after = prompt if grammar or not _begins_a_text(request) else ()  # a grammar counts the first blank
             beginnings = [await self._beginning(plan, each, after) for each in so_far]
@@ -204,7 +205,7 @@ class Preprocessor:
 
     def _limits_of(self, terms: Terms) -> Limits:
         limits = self.limits()
-        return replace(limits, least_answer_tokens=0) if terms.drops_answers else limits
+        return replace(limits, min_output_tokens=0) if terms.drops_answers else limits
 
     def _defaults(self, max_tokens: int | None) -> inference_pb2.SamplingParams:
         """Return the model's sampling defaults, with `max_tokens` replaced if given."""
@@ -289,7 +290,7 @@ class Preprocessor:
         """Return whether a node of this name is attached and ready."""
         return self._control.is_ready(node_name)
 
-    async def _beginning(self, plan: AnswerPlan, so_far: SoFar, after: Sequence[int]) -> tuple[SoFar, AnswerText]:
+    async def _beginning(self, plan: RequestPlan, so_far: SoFar, after: Sequence[int]) -> tuple[SoFar, AnswerText]:
         """Return the resumed state of an output and its text, which follows the text of the tokens `after`.
 
         A stop string in the resumed text ends the output.
@@ -316,7 +317,7 @@ class Preprocessor:
             own_pool_tokens=there.own_pool_tokens,
             adapters=there.adapters,
             eos_token_ids=self.model.config.eos_token_ids,
-            least_answer_tokens=1 if self.model.config.embedder is None else 0,
+            min_output_tokens=1 if self.model.config.embedder is None else 0,
         )
 
 
@@ -378,13 +379,13 @@ def most_kept(request: EmbedRequest, limits: Limits) -> int | None:
     return room if most == WHAT_FITS else most
 
 
-def plan_embedding(request: EmbedRequest, prompt: list[int], limits: Limits, config: ModelConfig) -> AnswerPlan:
+def plan_embedding(request: EmbedRequest, prompt: list[int], limits: Limits, config: ModelConfig) -> RequestPlan:
     """Check the tokenized request and return its plan, with defaults filled in. Raises RequestError."""
     if not prompt:
         raise bad("input", "is empty: an embedding needs at least one token")
     check_prompt_length(len(prompt), limits)
     check_token_ids("input", prompt, limits)
-    return AnswerPlan(
+    return RequestPlan(
         request_id=request.request_id,
         prompt=prompt,
         cache_salt=request.cache_salt,
@@ -425,7 +426,7 @@ def check_counts(request: inference_pb2.GenerateRequest, limits: Limits) -> None
 
 
 def read_so_far(
-    request: inference_pb2.GenerateRequest, plan: AnswerPlan, limits: Limits, eos_token_ids: Sequence[int]
+    request: inference_pb2.GenerateRequest, plan: RequestPlan, limits: Limits, eos_token_ids: Sequence[int]
 ) -> tuple[SoFar, ...]:
     """Return what the client has of each output of the plan. Raises RequestError."""
     if not request.so_far:
@@ -444,7 +445,7 @@ def read_so_far(
     return tuple(found)
 
 
-def _check(each: inference_pb2.AnswerSoFar, sampling: SamplingParams, limits: Limits) -> None:
+def _check(each: inference_pb2.OutputSoFar, sampling: SamplingParams, limits: Limits) -> None:
     if len(each.token_ids) > sampling.max_tokens:
         problem = f"has {len(each.token_ids)} tokens of an answer, over max_tokens ({sampling.max_tokens})"
         raise bad("so_far", problem)

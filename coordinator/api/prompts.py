@@ -103,7 +103,7 @@ def cut(prompt: list[int], request: GenerateRequest, limits: Limits, *, keeps_fi
         return prompt
     most = request.truncate_prompt_tokens
     if most == WHAT_FITS:
-        most = prompt_limit(limits, max(limits.least_answer_tokens, request.sampling_params.max_tokens)).most
+        most = prompt_limit(limits, max(limits.min_output_tokens, request.sampling_params.max_tokens)).most
     if most <= 0:
         return prompt  # too long for the context; a later check refuses the prompt
     return prompt[:most] if keeps_first else prompt[-most:]

@@ -77,7 +77,7 @@ class PublicApi:
             max_logprobs=settings.max_logprobs,
             request_timeout_s=settings.request_timeout_s,
             strict_fields=settings.strict_fields,
-            max_answers=settings.max_num_queued_reqs,
+            max_sequences=settings.max_num_queued_reqs,
             slo_classes=[each.name for each in parse_slo_classes(settings.slo_class)],
         )
         self._max_calls = settings.max_num_queued_reqs + SPARE_CALLS

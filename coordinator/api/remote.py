@@ -28,7 +28,7 @@ from coordinator.api.messages import (
     situation_from_wire,
     so_far_to_wire,
 )
-from coordinator.api.validation import AnswerPlan
+from coordinator.api.validation import RequestPlan
 from coordinator.control.nodes import Capacity
 from coordinator.control.request import SoFar
 from coordinator.control.request_log import CallRecord
@@ -220,7 +220,7 @@ class RemoteControl:
 
     async def begin(
         self,
-        plan: AnswerPlan,
+        plan: RequestPlan,
         beginnings: Sequence[tuple[SoFar, AnswerText]],
         asked: inference_pb2.GenerateRequest,
         *,
@@ -249,7 +249,7 @@ class RemoteControl:
     def _new_call(
         self,
         call_id: str,
-        plan: AnswerPlan,
+        plan: RequestPlan,
         beginnings: Sequence[tuple[SoFar, AnswerText]],
         asked: inference_pb2.GenerateRequest,
         deadline_s: float,

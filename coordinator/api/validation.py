@@ -70,11 +70,11 @@ class Limits:
     own_pool_tokens: int | None = None  # of the largest decode node alone, without distributed KV on other nodes
     adapters: Collection[str] | None = ()  # None: no node has reported its adapters yet
     eos_token_ids: Collection[int] = ()
-    least_answer_tokens: int = 1  # reserved for the output; 0 when no output is wanted
+    min_output_tokens: int = 1  # reserved for the output; 0 when no output is wanted
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerPlan:
+class RequestPlan:
     """A valid request: the inputs of each of its sequences."""
 
     request_id: str
@@ -118,12 +118,12 @@ def check_input(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
             raise bad("input", "is missing: send text, tokenized or chat")
 
 
-def check_num_answers(params: inference_pb2.SamplingParams, num_prompts: int, limit: int) -> int:
+def check_num_sequences(params: inference_pb2.SamplingParams, num_prompts: int, limit: int) -> int:
     """Return the number of sequences that a client's call asks for, over all its prompts.
 
     Raises RequestError when it exceeds `limit`, the largest number in flight: retries would never succeed.
     """
-    num_each = _num_answers(params)
+    num_each = _num_sequences(params)
     num = num_prompts * num_each
     if num > limit:
         problem = (
@@ -148,14 +148,14 @@ def check_chat(chat: inference_pb2.ChatInput) -> None:
         raise bad("chat.add_generation_prompt", "must be false where continue_final_message is true")
 
 
-def plan_answers(
+def plan_request(
     request: inference_pb2.GenerateRequest,
     prompt: list[int],
     limits: Limits,
     defaults: inference_pb2.SamplingParams,
     grammar: str = "",
     spelled: Collection[tuple[int, ...]] = (),
-) -> AnswerPlan:
+) -> RequestPlan:
     """Check all remaining fields and return the plan, with defaults for the fields that the client left unset.
 
     `grammar` is the compiled constraint and `spelled` are the token sequences of the bad words. Raises RequestError.
@@ -164,16 +164,16 @@ def plan_answers(
     check_prompt_length(len(prompt), limits)
     check_token_ids("input", prompt, limits)
     params = request.sampling_params
-    num_answers = _num_answers(params)
+    num_sequences = _num_sequences(params)
     max_tokens = _max_tokens(params, len(prompt), limits, defaults)
     sampling = _sampling(_filled(params, defaults), max_tokens, limits)
     sampling |= {"grammar": grammar, "bad_tokens": _bad_tokens(params, spelled, limits)}
-    _check_num_scores(sampling["prompt_logprobs"], len(prompt), num_answers)
-    return AnswerPlan(
+    _check_num_scores(sampling["prompt_logprobs"], len(prompt), num_sequences)
+    return RequestPlan(
         request_id=request.request_id,
         prompt=prompt,
         cache_salt=request.cache_salt,
-        samplings=tuple(_with_seeds(sampling, params, num_answers)),
+        samplings=tuple(_with_seeds(sampling, params, num_sequences)),
         text=_text_options(params, sampling["min_tokens"]),
         adapter="" if request.model in limits.served_model_names else request.model,
         call_number=request.call_number,
@@ -205,7 +205,7 @@ def _check_constraint(params: inference_pb2.SamplingParams) -> None:
 def prompt_limit(limits: Limits, num_answer_tokens: int | None = None) -> TokenLimit:
     """Return the limit of a prompt's length that leaves room for `num_answer_tokens`; None stands for the minimum."""
     if num_answer_tokens is None:
-        num_answer_tokens = limits.least_answer_tokens
+        num_answer_tokens = limits.min_output_tokens
     limit, _ = _context(limits)
     room, pool = limit - num_answer_tokens, limits.prefill_pool_tokens
     most = room if pool is None else min(room, pool)
@@ -309,24 +309,24 @@ def _logprob_token_ids(params: inference_pb2.SamplingParams, limits: Limits) -> 
     return tuple(dict.fromkeys(params.logprob_token_ids))
 
 
-def _check_num_scores(num_top: int | None, num_tokens: int, num_answers: int) -> None:
+def _check_num_scores(num_top: int | None, num_tokens: int, num_sequences: int) -> None:
     """Raise RequestError when the prompt logprobs would not fit into messages."""
     if num_top is None:
         return
-    num_scores = num_tokens * (1 + num_top) * num_answers
+    num_scores = num_tokens * (1 + num_top) * num_sequences
     if num_scores > MAX_PROMPT_LOGPROBS:
         raise bad(
             "prompt_logprobs",
-            f"({num_top}) of {num_tokens} tokens in {num_answers} answers are {num_scores} logprobs, the limit is "
+            f"({num_top}) of {num_tokens} tokens in {num_sequences} answers are {num_scores} logprobs, the limit is "
             f"{MAX_PROMPT_LOGPROBS}",
         )
 
 
 def _with_seeds(
-    sampling: dict[str, Any], params: inference_pb2.SamplingParams, num_answers: int
+    sampling: dict[str, Any], params: inference_pb2.SamplingParams, num_sequences: int
 ) -> list[SamplingParams]:
     seed = params.seed if params.HasField("seed") else secrets.randbits(63)
-    return [SamplingParams(**sampling, seed=each) for each in sequence_seeds(seed, num_answers)]
+    return [SamplingParams(**sampling, seed=each) for each in sequence_seeds(seed, num_sequences)]
 
 
 def sequence_seeds(seed: int, num_sequences: int) -> list[int]:
@@ -385,8 +385,8 @@ def _max_tokens(
         if own is not None and num_prompt_tokens + params.min_tokens < own:
             room = min(room, own - num_prompt_tokens)
         return min(room, max(defaults.max_tokens, params.min_tokens)) if defaults.HasField("max_tokens") else room
-    if params.max_tokens < limits.least_answer_tokens:
-        raise bad("max_tokens", f"must be at least {limits.least_answer_tokens}, not {params.max_tokens}")
+    if params.max_tokens < limits.min_output_tokens:
+        raise bad("max_tokens", f"must be at least {limits.min_output_tokens}, not {params.max_tokens}")
     if params.max_tokens > room:
         message = (
             f"max_tokens ({params.max_tokens}) and the prompt ({num_prompt_tokens} tokens) make "
@@ -413,9 +413,9 @@ def check_prompt_length(num_tokens: int, limits: Limits) -> None:
 def _too_long(num_tokens: int, limits: Limits, at_least: str = "") -> RequestError:
     limit, what = _context(limits)
     has = f"the prompt has {at_least}{num_tokens} tokens"
-    if num_tokens > limit - limits.least_answer_tokens:
+    if num_tokens > limit - limits.min_output_tokens:
         over = f"over {what} ({limit})"
-        message = f"{has}; with one token of answer that is {over}" if limits.least_answer_tokens else f"{has}, {over}"
+        message = f"{has}; with one token of answer that is {over}" if limits.min_output_tokens else f"{has}, {over}"
     else:
         message = f"{has}, over the KV cache of the largest prefill node ({limits.prefill_pool_tokens})"
     return RequestError(PROMPT_TOO_LONG, message, field="input")
@@ -446,7 +446,7 @@ def _integer(params: inference_pb2.SamplingParams, name: str, default: int, low:
     return value
 
 
-def _num_answers(params: inference_pb2.SamplingParams) -> int:
+def _num_sequences(params: inference_pb2.SamplingParams) -> int:
     return _integer(params, "n", 1, 1, MAX_ANSWERS)
 
 

@@ -251,10 +251,10 @@ class Account:
 
     tokens_to_compute: int = 0  # prompt tokens
     tokens_held: int = 0  # prompt and output tokens of the sequences that it decodes or will decode
-    num_answers: int = 0  # sequences that it decodes or will decode
-    num_arriving: int = 0  # those of num_answers without a token that other nodes prefill
+    num_sequences: int = 0  # sequences that it decodes or will decode
+    num_arriving: int = 0  # those of num_sequences without a token that other nodes prefill
     tokens_outgoing: int = 0  # of prompts that it has prefilled for other nodes and still holds
-    num_unprefilled: int = 0  # those of num_answers that it still has to prefill itself
+    num_unprefilled: int = 0  # those of num_sequences that it still has to prefill itself
 
 
 NOTHING: Final = Account()
@@ -295,7 +295,7 @@ class LimitedPart(NamedTuple):
 class Running(NamedTuple):
     """Count the sequences that have a token, over all nodes: their tokens, and the pool tokens that they hold."""
 
-    num_answers: int
+    num_sequences: int
     num_tokens: int
     num_tokens_held: int
 
@@ -601,7 +601,7 @@ def _change(hashes: dict[Node, HashCounts], node: Node, old: Sequence[int], new:
 def _count(account: Account, part: _Part, sign: int) -> None:
     account.tokens_to_compute += sign * part.tokens_to_compute
     account.tokens_held += sign * part.tokens_held
-    account.num_answers += sign * part.is_decoded
+    account.num_sequences += sign * part.is_decoded
     account.num_unprefilled += sign * (part.is_decoded and part.tokens_to_compute > 0)
     account.num_arriving += sign * part.is_arriving
     account.tokens_outgoing += sign * part.tokens_outgoing

@@ -30,7 +30,7 @@ class Metrics:
         self.migration_pause = Histogram()
         self.phases = {phase: Histogram() for phase in Phase}
         self.inference = Histogram()  # the time of a request without its prefill queue
-        self.prompt_lengths, self.answer_lengths = Histogram(TOKENS), Histogram(TOKENS)
+        self.prompt_lengths, self.output_lengths = Histogram(TOKENS), Histogram(TOKENS)
         self.params_n, self.params_max_tokens = Histogram(ANSWERS), Histogram(TOKENS)  # per call
         # By SLO class, over the requests that have ended.
         names = [*(each.name for each in slo_classes), UNNAMED]
@@ -99,7 +99,7 @@ class Metrics:
             histogram.observe(getattr(timeline, f"{phase.value}_s"))
         self.inference.observe(timeline.e2e_s - timeline.prefill_queue_s)
         self.prompt_lengths.observe(complete.prompt_tokens)
-        self.answer_lengths.observe(complete.completion_tokens)
+        self.output_lengths.observe(complete.completion_tokens)
         self.num_proposed += complete.proposed_tokens
         self.num_accepted += complete.accepted_tokens
         if complete.completion_tokens and not complete.resumed_tokens:

@@ -50,7 +50,7 @@ from coordinator.control.request import IN_MIGRATION, ON_NODES, Migration, Reque
 from protos import fleet_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
-from serving_core.node.prefix import MIXED_NUMERICS, tells_bits
+from serving_core.node.prefix import MIXED_NUMERICS, determines_bits
 from serving_core.shapes import DECODE, PREFILL
 from serving_core.slo import Due
 
@@ -79,7 +79,7 @@ def roomiest(request: Request, nodes: Iterable[Node], ledger: Ledger) -> Node | 
         return node.pool_tokens - ledger.tokens_taken(node) + num_shared
 
     def has_room(node: Node) -> bool:
-        has_slot = ledger.of(node).num_answers < node.usable.slots
+        has_slot = ledger.of(node).num_sequences < node.usable.slots
         return node.usable.accepts_transfers and has_slot and free(node) >= num_needed
 
     able = [node for node in fitting(nodes, DECODE, max_tokens) if max_tokens <= node.pool_tokens and has_room(node)]
@@ -243,7 +243,7 @@ def _is_whole(request: Request) -> bool:
     """Return whether all blocks of a request travel, whatever its target has cached."""
     numerics_ids = request.attempt.decode.numerics_ids
     return request.migrates_whole or not all(
-        numerics_id == MIXED_NUMERICS or tells_bits(numerics_id) for numerics_id in numerics_ids
+        numerics_id == MIXED_NUMERICS or determines_bits(numerics_id) for numerics_id in numerics_ids
     )
 
 

@@ -190,7 +190,7 @@ class Node:
         """
         self.shape, self.requested_shape = shape, requested if requested != shape else None
         self.usable = common(shape, self.requested_shape) if self.requested_shape else shape
-        self.prefills, self.decodes = self.usable.reads, self.usable.writes
+        self.prefills, self.decodes = self.usable.prefills, self.usable.decodes
 
     def set_reach(self, num_tokens: int) -> None:
         self.reach_tokens, self.has_kv_holders = num_tokens, num_tokens > self.pool_tokens
@@ -411,7 +411,7 @@ class Registry:
         Only a node that decodes has KV holders, since KV in other pools does not travel to another node, and only nodes
         whose outputs are bit-identical to its own are KV holders.
         """
-        if not node.hello.HasField("remote_kvs") or not node.shape.writes:
+        if not node.hello.HasField("remote_kvs") or not node.shape.decodes:
             return []
 
         def is_holder(other: Node) -> bool:
@@ -559,9 +559,11 @@ def has_path(nodes: Iterable[Node], *others: Shape, embeds: bool = False) -> boo
     transfers. With `embeds` a prefill node is enough.
     """
     shapes = [*(node.usable for node in nodes if node.is_ready), *others]
-    if any(shape.reads and (shape.writes or embeds) for shape in shapes):
+    if any(shape.prefills and (shape.decodes or embeds) for shape in shapes):
         return True
-    return any(shape.reads for shape in shapes) and any(shape.writes and shape.accepts_transfers for shape in shapes)
+    return any(shape.prefills for shape in shapes) and any(
+        shape.decodes and shape.accepts_transfers for shape in shapes
+    )
 
 
 def why_no_path(nodes: Sequence[Node], *, embeds: bool = False) -> str:

@@ -32,7 +32,7 @@ MAX_MIGRATIONS: Final = 64  # kept for one call, whose end has their number
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerRecord:
+class SequenceRecord:
     """The end of one sequence of a call."""
 
     index: int
@@ -53,9 +53,9 @@ class CallRecord:
     arrived_s: float = 0.0
     begun_s: float | None = None  # when the call was admitted, after validation and tokenization
     num_prompt_tokens: int = 0
-    num_answers: int = 1
+    num_sequences: int = 1
     sampling: SamplingParams | None = None  # of the first sequence; the others differ in the seed alone
-    answers: list[AnswerRecord] = field(default_factory=list)  # sequences that have ended
+    answers: list[SequenceRecord] = field(default_factory=list)  # sequences that have ended
     migrations: list[MigrationEnded] = field(default_factory=list)
     failure: str = ""  # reason of the refusal or of the error; empty for a good end
     number: int = 0  # number of the call at its API server process
@@ -66,9 +66,9 @@ class CallRecord:
             self.migrations.append(migration)
 
 
-def answer_index(answer_id: str) -> tuple[str, int]:
+def sequence_index(sequence_id: str) -> tuple[str, int]:
     """Return the id of the call and the index of this sequence in it."""
-    request_id, _, index = answer_id.rpartition("/")
+    request_id, _, index = sequence_id.rpartition("/")
     return request_id, int(index)
 
 
@@ -101,10 +101,10 @@ class RequestLog:
 
     def ended(self, end: End) -> None:
         """Log and count the end of a sequence."""
-        request_id, index = answer_index(end.request_id)
+        request_id, index = sequence_index(end.request_id)
         outcome = end.outcome
         if (record := self._records.get(request_id)) is not None:
-            record.answers.append(AnswerRecord(index, outcome, end.timeline, end.ended_s))
+            record.answers.append(SequenceRecord(index, outcome, end.timeline, end.ended_s))
         if isinstance(outcome, RequestError):
             self._metrics.failed[outcome.reason] += 1
             fields = {"index": index, **_cause(outcome)}
@@ -119,7 +119,7 @@ class RequestLog:
         """Log and count a migration, whatever its outcome."""
         self._metrics.migrations[migration.outcome.value] += 1
         self._metrics.num_migrated_kv_bytes += migration.num_kv_bytes
-        request_id, index = answer_index(migration.request_id)
+        request_id, index = sequence_index(migration.request_id)
         if (record := self._records.get(request_id)) is not None:
             record.migrated(migration)
         fields = {
@@ -220,7 +220,7 @@ class History:
 
     def __init__(self) -> None:
         self._number = 0  # of the last request that has ended
-        self._ended: deque[inference_pb2.AnswerLife] = deque(maxlen=MAX_ENDED)
+        self._ended: deque[inference_pb2.SequenceHistory] = deque(maxlen=MAX_ENDED)
         self._times: deque[Times] = deque(maxlen=MAX_TIMES)
 
     def ended(self, request: Request, outcome: inference_pb2.Complete | RequestError, now: float) -> None:
@@ -230,7 +230,7 @@ class History:
         if isinstance(outcome, RequestError) or outcome.finish_reason != inference_pb2.FINISH_REASON_ABORT:
             self._times.append(_times(request, now, has_failed=isinstance(outcome, RequestError)))
 
-    def after(self, number: int) -> list[inference_pb2.AnswerLife]:
+    def after(self, number: int) -> list[inference_pb2.SequenceHistory]:
         """Return the history of the requests that ended after number `number`, oldest first, at most MAX_ENDED.
 
         Return all of it where there has been no such number, as after a restart of the server.
@@ -243,7 +243,7 @@ class History:
         return [each for each in self._times if now - each.ended_s <= WINDOW_S]
 
 
-def history_of(request: Request, now: float, end: str = "", number: int = 0) -> inference_pb2.AnswerLife:
+def history_of(request: Request, now: float, end: str = "", number: int = 0) -> inference_pb2.SequenceHistory:
     """Return the history of a request up to now; `end` names how it ended, if it has."""
     timeline = request.timeline
     spans = [
@@ -256,9 +256,9 @@ def history_of(request: Request, now: float, end: str = "", number: int = 0) -> 
         )
         for mark, end_s in timeline.spans(now)
     ]
-    return inference_pb2.AnswerLife(
+    return inference_pb2.SequenceHistory(
         number=number,
-        answer_id=request.request_id,
+        sequence_id=request.request_id,
         start_s=timeline.start_s,
         spans=spans,
         end=end,

@@ -180,9 +180,9 @@ def _token_s(node: Node, num_before: float, num_held: float, tpot_s: float) -> f
     counts as full when more sequences would miss it.
     """
     weights = node.step_weights
-    in_time = EVEN * weights.num_answers_within(tpot_s, num_before) if tpot_s < inf else inf
-    num_answers = max(1, int(min(node.hello.max_num_seqs, node.pool_tokens / num_held, in_time)))
-    return weights.of_step(StepLoad(num_answers, round(num_answers * num_before))) / num_answers
+    in_time = EVEN * weights.num_sequences_within(tpot_s, num_before) if tpot_s < inf else inf
+    num_sequences = max(1, int(min(node.hello.max_num_seqs, node.pool_tokens / num_held, in_time)))
+    return weights.of_step(StepLoad(num_sequences, round(num_sequences * num_before))) / num_sequences
 
 
 LONG_QUEUE_S: Final = 1.0
@@ -237,7 +237,9 @@ class PressureGauge:
             return Pressure.PREFILL
         if taken >= FULL and queue_s <= SHORT_QUEUE_S:
             return Pressure.DECODE
-        is_calm = queue_s <= SHORT_QUEUE_S and self._taken([node for node in decode_nodes if node.home.writes]) <= ROOMY
+        is_calm = (
+            queue_s <= SHORT_QUEUE_S and self._taken([node for node in decode_nodes if node.home.decodes]) <= ROOMY
+        )
         return Pressure.NONE if is_calm else None
 
     def _taken(self, decode_nodes: Collection[Node]) -> float:
@@ -249,11 +251,11 @@ class PressureGauge:
         """
         if not decode_nodes:
             return math.inf
-        num_answers, num_tokens, num_held = self._ledger.running()
+        num_sequences, num_tokens, num_held = self._ledger.running()
         return max(
-            num_answers / sum(node.usable.slots for node in decode_nodes),
+            num_sequences / sum(node.usable.slots for node in decode_nodes),
             num_held / sum(node.pool_tokens for node in decode_nodes),
-            num_answers / self._num_in_time(decode_nodes, num_tokens / num_answers) if num_answers else 0.0,
+            num_sequences / self._num_in_time(decode_nodes, num_tokens / num_sequences) if num_sequences else 0.0,
         )
 
     def _num_in_time(self, decode_nodes: Collection[Node], num_cached: float) -> float:
@@ -265,7 +267,7 @@ class PressureGauge:
             each.due.tpot_s for node in decode_nodes for each in self._ledger.limited_parts(node) if each.is_decoded
         ]
         limit_s = median([each for each in tpots_s if each < math.inf] or [math.inf])
-        slots = [node.step_weights.num_answers_within(limit_s, num_cached) for node in decode_nodes]
+        slots = [node.step_weights.num_sequences_within(limit_s, num_cached) for node in decode_nodes]
         return EVEN * sum(slots) or math.inf
 
     def _usual_left_s(self, prefill_nodes: Collection[Node], now: float) -> float:
@@ -354,8 +356,8 @@ class Roles:
             return
         others = [other for other in self._registry.nodes if other is not node and other.is_ready]
         for role, does_it, did_it, part in (
-            (PREFILL, shape.reads, node.prefills, "prefills prompts"),
-            (DECODE, shape.writes, node.decodes, "decodes sequences"),
+            (PREFILL, shape.prefills, node.prefills, "prefills prompts"),
+            (DECODE, shape.decodes, node.decodes, "decodes sequences"),
         ):
             if did_it and not does_it and not any(does(other, role) for other in others):
                 raise RequestError(NO_OTHER_NODE, f"node {node.name} is the last one that {part}")

@@ -663,7 +663,7 @@ class Scheduler:
         most_tokens = min(node.max_request_tokens, node.pool_tokens)
         if now - request.entered_s < self._keep_after_s or not node.is_ready or request.max_tokens > most_tokens:
             return []
-        if self._ledger.of(node).num_answers >= node.hello.max_num_seqs:  # the request would wait there as well
+        if self._ledger.of(node).num_sequences >= node.hello.max_num_seqs:  # the request would wait there as well
             return []
         cancel = self._releases.cancel(request, attempt.decode, attempt.epoch, now)
         self._ledger.release(request.request_id, attempt.decode)

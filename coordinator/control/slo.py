@@ -165,7 +165,7 @@ _UNNAMED: Final = SloClass(UNNAMED, "")
 class Attained:
     """Count attainment of one class. A request without a limit attains it."""
 
-    num_answers: int = 0
+    num_sequences: int = 0
     num_ttft_met: int = 0
     num_tpot_met: int = 0
     num_met: int = 0  # both
@@ -192,7 +192,7 @@ class AttainmentCounts:
             ttft_met = attained.ttft_met or not attained.HasField("ttft_met")
             tpot_met = attained.tpot_met or not attained.HasField("tpot_met")
         counts = self._counts[slo.slo_class or UNNAMED]
-        counts.num_answers += 1
+        counts.num_sequences += 1
         counts.num_ttft_met += ttft_met
         counts.num_tpot_met += tpot_met
         counts.num_met += ttft_met and tpot_met
@@ -202,13 +202,13 @@ class AttainmentCounts:
         loads = []
         for each in self._classes:
             counts = self._counts[each.name]
-            if each is _UNNAMED and not counts.num_answers:
+            if each is _UNNAMED and not counts.num_sequences:
                 continue
             loads.append(
                 inference_pb2.SloClassLoad(
                     slo_class=each.name,
                     limits=each.limits,
-                    num_answers=counts.num_answers,
+                    num_sequences=counts.num_sequences,
                     num_ttft_met=counts.num_ttft_met,
                     num_tpot_met=counts.num_tpot_met,
                     num_met=counts.num_met,

@@ -17,7 +17,7 @@ from typing import Final
 
 from coordinator.control.instructions import FINISH_REASONS, MigrationEnded, MigrationOutcome
 from coordinator.control.request import Mark, Phase
-from coordinator.control.request_log import AnswerRecord, CallRecord, answer_index
+from coordinator.control.request_log import CallRecord, SequenceRecord, sequence_index
 from protos import inference_pb2
 from serving_core.errors import RequestError
 
@@ -53,7 +53,7 @@ def call_span(call: CallRecord, ended_s: float) -> SpanRecord:
     begun_s = ended_s if call.begun_s is None else call.begun_s
     children = [SpanRecord("accept", call.arrived_s, begun_s, {})]
     for answer in sorted(call.answers, key=lambda each: each.index):
-        children += _answer_spans(call, answer, begun_s)
+        children += _sequence_spans(call, answer, begun_s)
     attributes = {**_request_attributes(call), **_response_attributes(call)}
     return SpanRecord(call_name(call), call.arrived_s, ended_s, attributes, _failure(call), tuple(children))
 
@@ -69,7 +69,7 @@ PhaseSpan = tuple[Mark, float]
 """A phase: its mark, and the time of its end in seconds."""
 
 
-def _answer_spans(call: CallRecord, answer: AnswerRecord, begun_s: float) -> Iterator[SpanRecord]:
+def _sequence_spans(call: CallRecord, answer: SequenceRecord, begun_s: float) -> Iterator[SpanRecord]:
     """Yield the waits and attempts of a sequence, in order. The span "accept" covers the time before `begun_s`."""
     phases = [
         (mark._replace(at_s=max(mark.at_s, begun_s)), end_s)
@@ -87,12 +87,12 @@ def _answer_spans(call: CallRecord, answer: AnswerRecord, begun_s: float) -> Ite
             yield SpanRecord("wait for a node", found[0][0].at_s, found[-1][1], about)
 
 
-def _attempt_span(call: CallRecord, answer: AnswerRecord, number: int, phases: Sequence[PhaseSpan]) -> SpanRecord:
+def _attempt_span(call: CallRecord, answer: SequenceRecord, number: int, phases: Sequence[PhaseSpan]) -> SpanRecord:
     first, start_s, end_s = phases[0][0], phases[0][0].at_s, phases[-1][1]
     migrations = [
         _migration_span(migration)
         for migration in call.migrations
-        if answer_index(migration.request_id)[1] == answer.index and start_s <= migration.started_s <= end_s
+        if sequence_index(migration.request_id)[1] == answer.index and start_s <= migration.started_s <= end_s
     ]
     attributes: dict[str, Attribute] = {
         "splitserve.sequence": answer.index,
@@ -140,8 +140,8 @@ def _request_attributes(call: CallRecord) -> dict[str, Attribute]:
             "gen_ai.request.top_p": call.sampling.top_p,
             "gen_ai.request.top_k": call.sampling.top_k,
         }
-    if call.num_answers != 1:
-        attributes["gen_ai.request.choice.count"] = call.num_answers
+    if call.num_sequences != 1:
+        attributes["gen_ai.request.choice.count"] = call.num_sequences
     return attributes
 
 
@@ -172,13 +172,13 @@ def _failure(call: CallRecord) -> str:
     return call.failure or next(failures, "")
 
 
-def _num_tokens(answer: AnswerRecord) -> int:
+def _num_tokens(answer: SequenceRecord) -> int:
     if isinstance(answer.outcome, RequestError):
         return int(answer.outcome.metadata.get("tokens_emitted", 0))
     return answer.outcome.completion_tokens
 
 
-def _finish_reason(answer: AnswerRecord) -> str:
+def _finish_reason(answer: SequenceRecord) -> str:
     if isinstance(answer.outcome, RequestError):
         return "error"
     return FINISH_REASONS.get(answer.outcome.finish_reason, "unknown")

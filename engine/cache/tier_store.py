@@ -27,7 +27,7 @@ from serving_core.node.tiers import Copies
 from serving_core.process.memory import available_bytes
 from serving_core.units import size_of
 
-SPILLED_BYTES: Final = 128 * 2**20  # most bytes copied to host memory at once: heartbeats wait meanwhile
+OFFLOADED_BYTES: Final = 128 * 2**20  # most bytes copied to host memory at once: heartbeats wait meanwhile
 STAGED_BYTES: Final = 256 * 2**20  # most bytes that wait to be written to the file
 CHUNK_BYTES: Final = 4 * 2**20  # bytes read at a time
 PROBED_BLOCKS: Final = 8
@@ -60,13 +60,13 @@ class TierStore:
         self.num_unwritten = 0  # blocks whose copies failed
         self.write_s = 0.0  # seconds of copies and of the thread's writes
 
-    def spill(self, copies: Copies) -> None:
+    def offload(self, copies: Copies) -> None:
         """Make the given copies, as far as time and space allow. The blocks may be overwritten afterwards."""
         started_at = time.perf_counter()
         if copies.demotions:
             self._demote(copies.demotions)
         pairs = list(zip(copies.block_ids, copies.slots, strict=True))
-        most = max(1, SPILLED_BYTES // self._row_bytes)
+        most = max(1, OFFLOADED_BYTES // self._row_bytes)
         if in_host := self._last([pair for pair in pairs if pair[1] < self._num_host], most):
             block_ids, slots = (list(each) for each in zip(*in_host, strict=True))
             self._copy_out(block_ids, self._host, slots)

@@ -121,11 +121,11 @@ FAR: Final = 4.0  # times the most of any step: beyond that, the estimate is a g
 
 @dataclass(slots=True)
 class StepLoad:
-    """The load of a step: one token each of num_answers sequences, with num_cached tokens before them in total, and
+    """The load of a step: one token each of num_sequences sequences, with num_cached tokens before them in total, and
     prefill chunks with the given tokens and pairs of a token and one before it.
     """
 
-    num_answers: int = 0
+    num_sequences: int = 0
     num_cached: int = 0
     num_prompt_tokens: int = 0
     num_pairs: float = 0.0
@@ -139,8 +139,8 @@ class StepLoad:
     def figures(self) -> tuple[float, ...]:
         """Return the factors of the seven weights."""
         has_chunks = self.num_prompt_tokens > 0
-        has_several = self.num_answers > 1
-        return 1, self.num_answers, self.num_cached, has_chunks, self.num_prompt_tokens, self.num_pairs, has_several
+        has_several = self.num_sequences > 1
+        return 1, self.num_sequences, self.num_cached, has_chunks, self.num_prompt_tokens, self.num_pairs, has_several
 
 
 def num_pairs(start: int, num_tokens: int) -> float:
@@ -160,12 +160,12 @@ class StepWeights(NamedTuple):
 
     def of_step(self, load: StepLoad) -> float:
         """Return the seconds of a step with this load."""
-        seconds = self.step_s + self.answer_s * load.num_answers + self.cached_s * load.num_cached
+        seconds = self.step_s + self.answer_s * load.num_sequences + self.cached_s * load.num_cached
         if load.num_prompt_tokens:
             seconds = seconds + self.chunks_s + self.token_s * load.num_prompt_tokens + self.pair_s * load.num_pairs
-        return seconds + self.several_s if load.num_answers > 1 else seconds
+        return seconds + self.several_s if load.num_sequences > 1 else seconds
 
-    def num_answers_within(self, seconds: float, num_cached: float) -> float:
+    def num_sequences_within(self, seconds: float, num_cached: float) -> float:
         """Return the most sequences, each with num_cached tokens before it, whose step takes at most `seconds`; inf if
         any number does.
         """

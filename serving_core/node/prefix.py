@@ -71,11 +71,11 @@ def _packed(num_tokens: int) -> struct.Struct:
 def num_alike(numerics_ids: Sequence[bytes]) -> int:
     """Return how many leading blocks with these numerics ids have the same bits wherever their hashes occur."""
     return next(
-        (index for index, numerics_id in enumerate(numerics_ids) if not tells_bits(numerics_id)), len(numerics_ids)
+        (index for index, numerics_id in enumerate(numerics_ids) if not determines_bits(numerics_id)), len(numerics_ids)
     )
 
 
-def tells_bits(numerics_id: bytes) -> bool:
+def determines_bits(numerics_id: bytes) -> bool:
     """Return whether the hashes of blocks with this numerics id determine their bits, provided that those before them
     do.
     """

@@ -101,10 +101,12 @@ def _log_failed(failed: "threading.ExceptHookArgs | sys.UnraisableHookArgs") -> 
     _log_uncaught(logging.ERROR, failed.exc_type, failed.exc_value, failed.exc_traceback)
 
 
-def about(answer_id: str, **fields: Any) -> dict[str, Any]:
+def about(sequence_id: str, **fields: Any) -> dict[str, Any]:
     """Return the `extra` of a log line about one sequence of a request, identified by ID/INDEX."""
-    request_id, slash, index = answer_id.rpartition("/")
-    return {"request_id": request_id, "fields": {"index": int(index), **fields}} if slash else {"request_id": answer_id}
+    request_id, slash, index = sequence_id.rpartition("/")
+    return (
+        {"request_id": request_id, "fields": {"index": int(index), **fields}} if slash else {"request_id": sequence_id}
+    )
 
 
 def _log_uncaught(level: int, kind: type[BaseException], error: BaseException | None, trace: Any) -> None:

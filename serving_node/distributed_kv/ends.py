@@ -40,7 +40,7 @@ def tile_tokens(settings: NodeSettings, engine: Engine) -> int:
 
 
 class RemoteKVEnds:
-    """Connect the node's logic to KV holders and their clients.
+    """Connect the node's scheduler to KV holders and their clients.
 
     Created in the node's event loop, if there are tiles.
     """

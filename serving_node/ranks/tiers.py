@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from engine.cache.tier_store import TierStore
 from protos import ranks_pb2
 from serving_core.node.tiers import Copies
-from serving_node.decisions import CancelLoad, Load, Spill
+from serving_node.decisions import CancelLoad, Load, Offload
 from serving_node.ranks.leading import Followers, Leader
 
-TIER_COMMANDS = ("spill", "load_blocks", "cancel_load")
+TIER_COMMANDS = ("offload", "load_blocks", "cancel_load")
 
 
 class NodeTier:
@@ -35,13 +35,13 @@ class NodeTier:
         self._num_good: dict[int, int] = {}  # by load
         self._num_behind: Counter[int] = Counter()  # ranks that have not reported
 
-    def carry_out(self, decision: Spill | Load | CancelLoad) -> None:
+    def carry_out(self, decision: Offload | Load | CancelLoad) -> None:
         """Carry out a decision on this rank, and command the followers to do so."""
         assert self._store is not None, "a node without a second tier has decided something about it"
         match decision:
-            case Spill(copies=copies):
-                self._followers.send(spill=_spill_to_wire(copies))
-                self._store.spill(copies)
+            case Offload(copies=copies):
+                self._followers.send(offload=_offload_to_wire(copies))
+                self._store.offload(copies)
             case Load(load_id=load_id, slots=slots, block_ids=block_ids):
                 self._num_behind[load_id], self._num_good[load_id] = 1 + len(self._followers), len(slots)
                 load = ranks_pb2.LoadBlocks(load_id=load_id, slots=slots, block_ids=block_ids)
@@ -67,10 +67,10 @@ class NodeTier:
 def follow(command: ranks_pb2.RankCommand, store: TierStore, leader: Leader) -> None:
     """Carry out one of TIER_COMMANDS on a follower."""
     match command.WhichOneof("command"):
-        case "spill":
-            spill = command.spill
-            demotions = list(zip(spill.demoted_from, spill.demoted_to, strict=True))
-            store.spill(Copies(demotions, list(spill.block_ids), list(spill.slots)))
+        case "offload":
+            offload = command.offload
+            demotions = list(zip(offload.demoted_from, offload.demoted_to, strict=True))
+            store.offload(Copies(demotions, list(offload.block_ids), list(offload.slots)))
         case "load_blocks":
             load = command.load_blocks
 
@@ -82,6 +82,6 @@ def follow(command: ranks_pb2.RankCommand, store: TierStore, leader: Leader) -> 
             store.cancel(command.cancel_load.load_id)
 
 
-def _spill_to_wire(copies: Copies) -> ranks_pb2.Spill:
+def _offload_to_wire(copies: Copies) -> ranks_pb2.Offload:
     sources, targets = zip(*copies.demotions, strict=True) if copies.demotions else ((), ())
-    return ranks_pb2.Spill(demoted_from=sources, demoted_to=targets, block_ids=copies.block_ids, slots=copies.slots)
+    return ranks_pb2.Offload(demoted_from=sources, demoted_to=targets, block_ids=copies.block_ids, slots=copies.slots)

@@ -303,7 +303,7 @@ class SloClassLoad:
 
     slo_class: str
     limits: str
-    num_answers: int
+    num_sequences: int
     num_ttft_met: int
     num_tpot_met: int
     num_met: int

@@ -11,15 +11,15 @@ class NodeOverview:
     """Load of a node at its last heartbeat, and what the coordinator has assigned to it.
 
     Assigned are prompt tokens to compute, sequences to decode, those of them that other nodes still prefill
-    (num_to_come), and tokens of its pool. Rates cover the last seconds: tokens_per_s are generation tokens,
+    (num_incoming), and tokens of its pool. Rates cover the last seconds: tokens_per_s are generation tokens,
     prompt_tokens_per_s computed prompt tokens.
     """
 
     load: NodeLoad
     num_tokens_to_compute: int
-    num_answers: int
-    num_to_come: int
-    num_tokens_held: int
+    num_sequences: int
+    num_incoming: int
+    num_tokens_used: int
     num_pool_tokens: int
     prompt_tokens_per_s: float
     tokens_per_s: float
@@ -30,7 +30,7 @@ class PhaseCount:
     """Number of live requests in one phase; no_node: waiting for a node to attach."""
 
     phase: str
-    num_answers: int
+    num_sequences: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Rates:
 
     tokens_per_s: float
     prompt_tokens_per_s: float
-    answers_per_s: float
+    requests_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class TimesOverview:
 
     slo_class: str
     limits: str
-    num_answers: int
+    num_sequences: int
     num_limited: int
     num_met: int
     ttft_s: Percentiles | None
@@ -79,7 +79,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerLife:
+class SequenceHistory:
     """History of one output: its phases and how it ended.
 
     end is stop, length, abort, an error reason, or "" while live. number counts ended outputs; start_s is a time of the
@@ -87,7 +87,7 @@ class AnswerLife:
     """
 
     number: int
-    answer_id: str
+    sequence_id: str
     start_s: float
     spans: tuple[Span, ...]
     end: str
@@ -120,8 +120,8 @@ class Overview:
     recent_tokens_per_s: tuple[float, ...]
     window_s: float
     times: tuple[TimesOverview, ...]
-    live: tuple[AnswerLife, ...]
-    ended: tuple[AnswerLife, ...]
+    live: tuple[SequenceHistory, ...]
+    ended: tuple[SequenceHistory, ...]
 
 
 def to_overview(message: inference_pb2.Overview) -> Overview:
@@ -146,9 +146,9 @@ def _times(message: inference_pb2.TimesOverview) -> TimesOverview:
     return record_of(TimesOverview, message, **percentiles)
 
 
-def _life(message: inference_pb2.AnswerLife) -> AnswerLife:
+def _life(message: inference_pb2.SequenceHistory) -> SequenceHistory:
     return record_of(
-        AnswerLife,
+        SequenceHistory,
         message,
         spans=tuple(record_of(Span, span) for span in message.spans),
         attainment=attainment_of(message.attainment) if message.HasField("attainment") else None,

@@ -38,11 +38,11 @@ class _Progress:
     first_s: float = 0.0
     has_ended: bool = False
 
-    def to_wire(self, now: float) -> inference_pb2.AnswerSoFar:
+    def to_wire(self, now: float) -> inference_pb2.OutputSoFar:
         if self.has_ended:
-            return inference_pb2.AnswerSoFar(has_ended=True)
+            return inference_pb2.OutputSoFar(has_ended=True)
         since_first_s = now - self.first_s if self.token_ids else 0.0
-        return inference_pb2.AnswerSoFar(
+        return inference_pb2.OutputSoFar(
             token_ids=self.token_ids, num_chars=self.num_chars, since_first_s=since_first_s
         )
 
@@ -62,7 +62,7 @@ class Course:
             request.request_id = request.request_id or secrets.token_hex(16)
             if not params.HasField("seed") and not (params.HasField("temperature") and params.temperature == 0):
                 params.seed = secrets.randbits(63)
-        self._num_answers = max(1, params.n)
+        self._num_sequences = max(1, params.n)
         self._answers: dict[int, _Progress] = {}  # outputs of which something has come
         self._was_taken = self._knows_terms = False  # whether a server has taken a call; whether its defaults are known
         self._num_calls = self._num_tries = 0  # in total; without a message in between
@@ -79,7 +79,7 @@ class Course:
         request.CopyFrom(self._request)
         request.call_number = self._num_calls
         if self._answers:
-            so_far = (self._answers.get(index, _Progress()) for index in range(self._num_answers))
+            so_far = (self._answers.get(index, _Progress()) for index in range(self._num_sequences))
             request.so_far.extend(each.to_wire(now) for each in so_far)
         return request
 
@@ -110,7 +110,7 @@ class Course:
 
     def check_end(self) -> None:
         """Check that every output has ended when a call ends. Raises Unavailable when an end was lost."""
-        if self._num_ended < self._num_answers:
+        if self._num_ended < self._num_sequences:
             message = "the stream ended before the answer: a message was lost on the way"
             raise Unavailable(message, code=grpc.StatusCode.UNAVAILABLE)
 
@@ -125,7 +125,7 @@ class Course:
         """
         if not self._resumes:
             raise error
-        if self._num_ended == self._num_answers:
+        if self._num_ended == self._num_sequences:
             return None
         self._note_terms(error)
         is_break = isinstance(error, Unavailable) and error.reason in _BREAKS

@@ -78,26 +78,27 @@ def _above(overview: Overview) -> Group:
 def _phase_table(overview: Overview) -> Table:
     titles = [_TITLES.get(each.phase, each.phase) for each in overview.phases]
     table = plain_table(numbers=("live", *titles))
-    numbers = [each.num_answers for each in overview.phases]
+    numbers = [each.num_sequences for each in overview.phases]
     table.add_row(*(f"[bold]{number}[/]" if number else "0" for number in (sum(numbers), *numbers)))
     return table
 
 
 def _rates(overview: Overview) -> Text:
     rates = overview.rates
-    told = f"{short(rates.tokens_per_s)} tokens/s · {short(rates.prompt_tokens_per_s)} prompt tokens/s"
-    text = Text(f"{told} · {rates.answers_per_s:.1f} answers/s  ")
+    generation, prompt = short(rates.tokens_per_s), short(rates.prompt_tokens_per_s)
+    line = f"tokens/s: {generation} generation, {prompt} prompt · {rates.requests_per_s:.1f} requests/s  "
+    text = Text(line)
     return text.append(bars(overview.recent_tokens_per_s[-NUM_BARS:]), style="green")
 
 
 def _times_table(overview: Overview) -> Table:
-    numbers = ("answers", "TTFT ms p50/90/99", "TPOT ms p50/90/99", "kept")
+    numbers = ("requests", "TTFT ms p50/90/99", "TPOT ms p50/90/99", "met")
     table = plain_table(f"last {overview.window_s:.0f} s", numbers=numbers, gap=1)
-    table.add_column("limits", overflow="ellipsis", no_wrap=True)
+    table.add_column("SLO", overflow="ellipsis", no_wrap=True)
     for each in overview.times:
         name = escape(each.slo_class) or "all"
         times = _percentiles(each.ttft_s), _percentiles(each.tpot_s)
-        table.add_row(name, str(each.num_answers), *times, _kept(each), escape(each.limits))
+        table.add_row(name, str(each.num_sequences), *times, _attainment(each), escape(each.limits))
     if not overview.times:
         table.add_row("-", "0", "-", "-", "-", "")
     return table
@@ -107,17 +108,18 @@ def _percentiles(told: Percentiles | None) -> str:
     return "-" if told is None else "/".join(milliseconds(each) for each in (told.p50, told.p90, told.p99))
 
 
-def _kept(each: TimesOverview) -> str:
+def _attainment(each: TimesOverview) -> str:
     return f"{each.num_met / each.num_limited:.0%}" if each.num_limited else "-"
 
 
 def _node_table(nodes: Sequence[NodeOverview]) -> Table:
     """Return the table of nodes.
 
-    reads is the limit of prompt tokens a step, queue the prompt tokens that wait, slots the used and available running
-    slots, coming the sequences that other nodes still prefill, and hits the prefix cache hit rate.
+    chunk is the limit of prompt tokens a step, queue the prompt tokens that wait, slots the used and available running
+    slots, incoming the sequences that other nodes still prefill, KV the KV cache usage, hits the prefix cache hit rate,
+    prompt/s and gen/s prompt tokens/s and generation tokens/s.
     """
-    numbers = ("reads", "queue", "slots", "coming", "KV", "hits", "read/s", "write/s", "step ms")
+    numbers = ("chunk", "queue", "slots", "incoming", "KV", "hits", "prompt/s", "gen/s", "step ms")
     table = plain_table("node", "role", numbers=numbers, gap=1)
     for column in table.columns[1:]:  # so that the name column shrinks
         column.no_wrap, column.overflow = True, "ellipsis"
@@ -133,10 +135,10 @@ def _node_row(node: NodeOverview) -> "tuple[_Name | str, ...]":
     return (
         _Name(load.name),
         load.role if load.state == "ready" else f"[yellow]{escape(load.state)}[/]",
-        short(shape.prompt_tokens) if shape.reads else "-",
+        short(shape.prompt_tokens) if shape.prefills else "-",
         short(node.num_tokens_to_compute),
-        f"{node.num_answers}/{shape.slots}" if shape.writes else "-",
-        str(node.num_to_come),
+        f"{node.num_sequences}/{shape.slots}" if shape.decodes else "-",
+        str(node.num_incoming),
         f"[{style}]{used:.0%}[/]",
         f"{load.num_cached_tokens / load.num_prompt_tokens:.0%}" if load.num_prompt_tokens else "-",
         short(node.prompt_tokens_per_s),

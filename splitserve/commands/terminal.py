@@ -222,17 +222,17 @@ def _class_table(classes: Sequence[SloClassLoad]) -> Table:
     table = plain_table("class", "limits", numbers=("answers", "in time", "TTFT kept", "TPOT kept"))
     for each in classes:
         shares = [
-            f"{number / each.num_answers:.1%}" if each.num_answers else "-"
+            f"{number / each.num_sequences:.1%}" if each.num_sequences else "-"
             for number in (each.num_met, each.num_ttft_met, each.num_tpot_met)
         ]
-        table.add_row(escape(each.slo_class), escape(each.limits), str(each.num_answers), *shares)
+        table.add_row(escape(each.slo_class), escape(each.limits), str(each.num_sequences), *shares)
     return table
 
 
 def shape_text(shape: Shape) -> str:
     """Return a node's limits: prompt tokens a step, and running slots."""
-    parts = [f"{shape.prompt_tokens} tokens"] if shape.reads else []
-    if shape.writes:
+    parts = [f"{shape.prompt_tokens} tokens"] if shape.prefills else []
+    if shape.decodes:
         parts.append(f"{shape.slots} slots" + ("" if shape.accepts_transfers else ", no KV transfers"))
     return " + ".join(parts)
 

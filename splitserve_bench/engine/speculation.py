@@ -1,10 +1,9 @@
-"""Speculation: the same outputs with draft tokens and without, by a node's own logic and engine in this process.
+"""Speculation: the same outputs with draft tokens and without, by a node's own scheduler and engine in this process.
 
 Both runs generate the same tokens, or the bench fails. Rates are of the tokens that decode steps gave, over these steps
 and what a draft model computes between them. With one thread, seconds are CPU seconds of that thread: what else the
-machine does counts for little then. A node's logic knows at each run what it has measured in those before. Prompts are
-made of Python's own library and help.
-"""
+machine does counts for little then. A node's scheduler knows at each run what it has measured in those before. Prompts
+are made of Python's own library and help."""
 
 import asyncio
 import calendar
@@ -214,7 +213,7 @@ def _figures(kind: str, batch: int, runs: Sequence[tuple[_Run, _Run]]) -> KindFi
 
 
 class _Node:
-    """An engine behind a node's logic, for a batch of sequences."""
+    """An engine behind a node's scheduler, for a batch of sequences."""
 
     def __init__(
         self, engine: Engine, batch: int, num_speculative_tokens: int = 0, drafter: Drafter | None = None
@@ -223,7 +222,7 @@ class _Node:
         limits = Limits(
             MAX_STEP_TOKENS, batch, batch, NEVER_S, NEVER_S, num_speculative_tokens, draft_model_of(drafter)
         )
-        self._logic = NodeScheduler(
+        self._scheduler = NodeScheduler(
             BlockAllocator(engine.num_blocks, caching=False),
             engine.layout,
             limits,
@@ -243,11 +242,11 @@ class _Node:
         for index, prompt in enumerate(prompts):
             request = Request(str(index), index + 1, prompt, len(prompt), sampling)
             job = convert.job_to_wire(request, request.epoch)
-            self._logic.handle(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=job, local_prefill=True)), 0.0)
-        known = [node_request.request for node_request in self._logic.node_requests]
-        before = dataclasses.replace(self._logic.speculation.counts)
+            self._scheduler.handle(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=job, local_prefill=True)), 0.0)
+        known = [node_request.request for node_request in self._scheduler.node_requests]
+        before = dataclasses.replace(self._scheduler.speculation.counts)
         took_s, num_sequence_steps, num_given, before_s = 0.0, 0, 0, self._clock()
-        while works := self._logic.plan(before_s):
+        while works := self._scheduler.plan(before_s):
             num_before = sum(len(request.token_ids) for request in known)
             self._step(works)
             now_s = self._clock()
@@ -256,7 +255,7 @@ class _Node:
                 num_sequence_steps += len(works)
                 num_given += sum(len(request.token_ids) for request in known) - num_before
             before_s = now_s
-        counts = self._logic.speculation.counts
+        counts = self._scheduler.speculation.counts
         return _Run(
             outputs=[request.output for request in known],
             tokens_per_s=num_given / took_s if num_given else 0.0,
@@ -270,9 +269,9 @@ class _Node:
         """Make a step, and draft for the next one."""
         begun_s = self._clock()
         tokens = self._engine.step(works)
-        self._logic.step_done(works, tokens, self._clock() - begun_s, begun_s)
-        self._logic.decisions.take()
-        drafts = self._logic.speculation.drafts
+        self._scheduler.step_done(works, tokens, self._clock() - begun_s, begun_s)
+        self._scheduler.decisions.take()
+        drafts = self._scheduler.speculation.drafts
         if self._drafter is None or drafts is None or not (ahead := drafts.plan()):
             return
         begun_s = self._clock()

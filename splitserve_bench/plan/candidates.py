@@ -194,8 +194,8 @@ class Estimates:
         free = 1 - rate * self._prompt_s(kind) if is_alone else 1.0
         tpot_s, context = 0.0, self._input + self._output / 2
         for _ in range(ROUNDS if free > 0 else 0):
-            num_answers = min(kind.sizes.max_answers, max(1.0, rate * self._output * tpot_s))
-            tpot_s = _answers_s(kind, num_answers, context) / free
+            num_sequences = min(kind.sizes.max_sequences, max(1.0, rate * self._output * tpot_s))
+            tpot_s = _answers_s(kind, num_sequences, context) / free
         return self._output * min(limit_s, tpot_s or limit_s)
 
     def _prompt_s(self, kind: NodeKind) -> float:
@@ -206,7 +206,7 @@ class Estimates:
     def _rate(self, kind: NodeKind, prompt_s: float) -> float:
         """Return the highest rate at which steps, with what prompts take between them, are within the limit."""
         context = self._input + self._output / 2
-        most = min(kind.sizes.max_answers, kind.sizes.num_blocks * kind.sizes.block_size / context)
+        most = min(kind.sizes.max_sequences, kind.sizes.num_blocks * kind.sizes.block_size / context)
         if self._tpot_s is None:
             return 1 / (prompt_s + self._output * _answers_s(kind, most, context) / most)
         low, high = 0.0, most / (self._output * self._tpot_s)
@@ -220,8 +220,8 @@ class Estimates:
         return low
 
 
-def _answers_s(kind: NodeKind, num_answers: float, context_tokens: float) -> float:
-    return kind.costs.step_s(StepLoad(num_answers, num_answers * context_tokens))
+def _answers_s(kind: NodeKind, num_sequences: float, context_tokens: float) -> float:
+    return kind.costs.step_s(StepLoad(num_sequences, num_sequences * context_tokens))
 
 
 def candidates(asked: Asked, machines: Machines, estimates: Estimates, longest_tokens: int) -> list[Plan]:

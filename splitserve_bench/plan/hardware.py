@@ -123,12 +123,12 @@ class Roofline:
     pp: int = 1
     elsewhere_bytes: int = 0  # of the weights of one rank of each stage together
 
-    def answers_s(self, num_answers: float, context_tokens: float) -> float:
+    def answers_s(self, num_sequences: float, context_tokens: float) -> float:
         """Return the seconds of a token for each of so many answers, with so many tokens before it."""
-        num_cached = num_answers * context_tokens
+        num_cached = num_sequences * context_tokens
         attention_s = self._attention_s(num_cached, num_cached)
-        computed_s = max(self._elsewhere_s, self._products_s(num_answers, num_answers) + attention_s)
-        return computed_s + self._hops_s(num_answers, num_answers)
+        computed_s = max(self._elsewhere_s, self._products_s(num_sequences, num_sequences) + attention_s)
+        return computed_s + self._hops_s(num_sequences, num_sequences)
 
     def chunk_s(self, num_tokens: float, before_tokens: float) -> float:
         """Return the seconds of a chunk of a prompt, with so many tokens before it."""

@@ -247,7 +247,9 @@ def _are_told_alike(kinds: Sequence[NodeKind]) -> bool:
 
 def _in_flight(plan: Plan) -> list[str]:
     """Where nodes take in more requests than the coordinator does."""
-    num_taken = sum(pool.count * (pool.kind.sizes.max_answers + pool.kind.sizes.max_num_queued) for pool in plan.pools)
+    num_taken = sum(
+        pool.count * (pool.kind.sizes.max_sequences + pool.kind.sizes.max_num_queued) for pool in plan.pools
+    )
     return [f"--max-num-queued-reqs {num_taken}"] if num_taken > CoordinatorSettings().max_num_queued_reqs else []
 
 

@@ -23,7 +23,7 @@ class StepLoad:
     pairs of a token and one before it as they have: below 0 where they are several short ones. Before a step that
     `is_first` the node waited."""
 
-    num_answers: float = 0
+    num_sequences: float = 0
     num_cached: float = 0
     num_prompt_tokens: int = 0
     num_before: float = 0.0
@@ -94,30 +94,30 @@ class ProfileCosts:
         return num_bytes / self._kv_transfer.bytes_per_s
 
     def _computed_s(self, load: StepLoad) -> float:
-        num_answers, num_chunk_tokens = load.num_answers, load.num_prompt_tokens
-        if num_answers and num_chunk_tokens:
+        num_sequences, num_chunk_tokens = load.num_sequences, load.num_prompt_tokens
+        if num_sequences and num_chunk_tokens:
             return self._both_s(load)
-        if num_answers:
-            return self._answers_s(num_answers, load.num_cached / num_answers)
+        if num_sequences:
+            return self._answers_s(num_sequences, load.num_cached / num_sequences)
         return self._chunk_s(num_chunk_tokens, load.num_before / num_chunk_tokens) if num_chunk_tokens else 0.0
 
     def _both_s(self, load: StepLoad) -> float:
         """A step of both computes the products of all its tokens at once, whosesoever they are: answers in it take what
         so many more tokens of prompts do, and what they do beyond that, which is more of the head, and their own
         attention."""
-        num_answers, num_tokens = load.num_answers, load.num_answers + load.num_prompt_tokens
+        num_sequences, num_tokens = load.num_sequences, load.num_sequences + load.num_prompt_tokens
         num_before = load.num_before + (load.num_prompt_tokens**2 - num_tokens**2) / 2
-        fresh_s = self._answers_s(num_answers, 0)
-        head_s = max(0.0, fresh_s - self._chunk_s(num_answers, 0))
-        attention_s = self._answers_s(num_answers, load.num_cached / num_answers) - fresh_s
+        fresh_s = self._answers_s(num_sequences, 0)
+        head_s = max(0.0, fresh_s - self._chunk_s(num_sequences, 0))
+        attention_s = self._answers_s(num_sequences, load.num_cached / num_sequences) - fresh_s
         chunk_s = self._chunk_s(num_tokens, num_before / num_tokens)
         return chunk_s + head_s + self._steps.attention_beside_factor * attention_s
 
-    def _answers_s(self, num_answers: float, context_tokens: float) -> float:
+    def _answers_s(self, num_sequences: float, context_tokens: float) -> float:
         """Return the seconds of a token for each of so many answers, with so many tokens before it."""
-        row = self._answers.get(num_answers)
+        row = self._answers.get(num_sequences)
         if row is None:
-            row = self._answers[num_answers] = self._steps.answers.row(num_answers)
+            row = self._answers[num_sequences] = self._steps.answers.row(num_sequences)
         return row.at(context_tokens) * self._answers_factor
 
     def _chunk_s(self, num_tokens: float, before_tokens: float) -> float:

@@ -63,7 +63,7 @@ class ToyModel:
             if start + num_tokens == len(known := request.token_ids)
         ]
 
-    def check_answer(self, prompt: Sequence[int], answer: list[int]) -> None:
+    def check_output(self, prompt: Sequence[int], answer: list[int]) -> None:
         """Fails unless this is what the model says to the prompt, as far as it goes."""
         places = range(len(prompt), len(prompt) + len(answer))
         size, last_ids = self._vocab_size, [prompt[-1], *answer]

@@ -121,7 +121,7 @@ class LoadClients:
 
     def _end(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
         answer = self._answers.pop(request_id)
-        self._model.check_answer(answer.planned.prompt, answer.token_ids)
+        self._model.check_output(answer.planned.prompt, answer.token_ids)
         if isinstance(outcome, RequestError):
             is_refused = outcome.reason in REFUSALS
             wait_s = retry_after_s(outcome) if is_refused else None

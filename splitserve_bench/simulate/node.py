@@ -14,7 +14,7 @@ from serving_core.node.costs import NUM_RECENT, StepCosts, StepRates
 from serving_core.node.prefix import numerics_of
 from serving_core.requests import Work
 from serving_core.shapes import preset, role_of
-from serving_node.decisions import CancelLoad, Load, Spill
+from serving_node.decisions import CancelLoad, Load, Offload
 from serving_node.kv_offload import OffloadPlan
 from serving_node.scheduler import Limits, NodeScheduler
 from serving_node.settings import NodeSettings
@@ -52,8 +52,8 @@ class SimulatedNode:
         self._machine = machine
         self._pace = costs  # of the running step, as the other nodes of its machine are
         self.allocator = BlockAllocator(sizes.num_blocks)
-        self.logic = _logic(self.allocator, sizes, role, costs)
-        self.worker = worker = Worker(self.logic, self, self)
+        self.scheduler = _scheduler(self.allocator, sizes, role, costs)
+        self.worker = worker = Worker(self.scheduler, self, self)
         worker.engine = worker.transfers = worker.offload = self
         self._is_to_plan = False
         self._works: Sequence[Work] = ()  # of the running step
@@ -61,7 +61,7 @@ class SimulatedNode:
         self._started_s = 0.0  # the running step
         self._progress: Progress | None = None  # of the running step
         self._tier_free_s = 0.0  # when all that is to be read back is
-        self._alarm_s: float | None = None  # when the logic's next tick is planned
+        self._alarm_s: float | None = None  # when the scheduler's next tick is planned
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
         self.num_steps = 0
 
@@ -69,8 +69,8 @@ class SimulatedNode:
 
     def hello(self) -> fleet_pb2.Hello:
         """Return the node's identity and sizes."""
-        self.logic.attached()
-        sizes, shape = self._sizes, self.logic.shape
+        self.scheduler.attached()
+        sizes, shape = self._sizes, self.scheduler.shape
         return fleet_pb2.Hello(
             node=inference_pb2.NodeInfo(
                 name=self.name, role=role_of(shape), fingerprint={**FINGERPRINT, VERSION_KEY: PROTOCOL_VERSION}
@@ -78,13 +78,13 @@ class SimulatedNode:
             num_blocks=sizes.num_blocks,
             block_size=sizes.block_size,
             max_model_len=sizes.max_model_len,
-            max_num_seqs=sizes.max_answers,
+            max_num_seqs=sizes.max_sequences,
             max_num_queued=sizes.max_num_queued,
             tp_size=1,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             num_tier_blocks=sizes.tier.num_blocks,
             shape=shape_to_wire(shape),
-            home=shape_to_wire(self.logic.home),
+            home=shape_to_wire(self.scheduler.home),
         )
 
     def report_load(self) -> None:
@@ -106,7 +106,7 @@ class SimulatedNode:
     def tier_load(self) -> inference_pb2.TierLoad:
         """Return what KV offload has done."""
         load = inference_pb2.NodeLoad()
-        self.logic.fill(load)
+        self.scheduler.fill(load)
         return load.tier
 
     # ---- engine ----
@@ -188,7 +188,7 @@ class SimulatedNode:
     def _send_layers(self, works: Sequence[Work]) -> None:
         """Send the blocks of the step that has just ended as if they had left while it ran, unless it was all of a
         short prompt."""
-        for work in self.logic.sends_while(works):
+        for work in self.scheduler.sends_while(works):
             end, block_size = work.start + work.num_tokens, self._sizes.block_size
             is_short = work.num_tokens == 1 or (work.samples and end < self._sizes.overlap_min_tokens)
             if not is_short:
@@ -202,7 +202,7 @@ class SimulatedNode:
         match decision:
             case Load(load_id=load_id, slots=slots):
                 self._read_back(load_id, slots)
-            case Spill() | CancelLoad():
+            case Offload() | CancelLoad():
                 pass  # writing takes no step's time, and who gave a load up does not mind its end
             case _:
                 self._transfers.carry_out(self, decision)
@@ -230,17 +230,17 @@ class SimulatedNode:
             self._agenda.at(moment_s, partial(self._tick, moment_s))
 
     def _tick(self, alarm_s: float) -> None:
-        """Let time pass for the logic, unless another alarm came before this one."""
+        """Let time pass for the scheduler, unless another alarm came before this one."""
         if self._alarm_s == alarm_s and not self.is_lost:
             self._alarm_s = None
             self.worker.tick()
 
 
-def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs) -> NodeScheduler:
+def _scheduler(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs) -> NodeScheduler:
     tier = sizes.tier
     limits = Limits(
         sizes.max_num_batched_tokens,
-        sizes.max_answers,
+        sizes.max_sequences,
         sizes.max_num_queued,
         TIMES.credit_timeout_s,
         TIMES.descriptor_timeout_s,
@@ -249,7 +249,7 @@ def _logic(allocator: BlockAllocator, sizes: NodeSizes, role: str, costs: Costs)
         allocator,
         sizes.layout,
         limits,
-        preset(role, max_num_batched_tokens=sizes.max_num_batched_tokens, max_num_seqs=sizes.max_answers),
+        preset(role, max_num_batched_tokens=sizes.max_num_batched_tokens, max_num_seqs=sizes.max_sequences),
         block_bytes=sizes.block_bytes,
         fingerprint=FINGERPRINT,
         numerics=numerics_of(FINGERPRINT),

@@ -136,7 +136,7 @@ class NodeSizes:
     tier: TierProfile = TierProfile()
 
     @property
-    def max_answers(self) -> int:
+    def max_sequences(self) -> int:
         """At a time: each takes a token of a step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 

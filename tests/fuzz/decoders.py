@@ -42,7 +42,7 @@ from coordinator.api.http.requests import (
 from coordinator.api.preprocess import check_counts, read_so_far
 from coordinator.api.prompts import check_truncation, cut
 from coordinator.api.unknown_fields import check_num_fields, unknown_in_message
-from coordinator.api.validation import Limits, check_input, plan_answers
+from coordinator.api.validation import Limits, check_input, plan_request
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Registry
@@ -201,7 +201,7 @@ def generate_request(data: bytes) -> None:
     check_counts(request, LIMITS)
     check_truncation(request, LIMITS)
     prompt = cut(list(request.tokenized.input_ids) or [1], request, LIMITS)
-    plan = plan_answers(request, prompt, LIMITS, inference_pb2.SamplingParams())
+    plan = plan_request(request, prompt, LIMITS, inference_pb2.SamplingParams())
     so_far = read_so_far(request, plan, LIMITS, (EOS,))
     assert len(so_far) == len(plan.samplings) <= 16
 

@@ -146,7 +146,7 @@ def test_blocks_go_to_the_second_tier_and_back(tmp_path, layout):
     async def scenario():
         store = TierStore(pool, num_host=2, num_disk=2, folder=str(tmp_path))
         try:
-            store.spill(Copies([], [7, 2, 3], [0, 1, 2]))
+            store.offload(Copies([], [7, 2, 3], [0, 1, 2]))
             loaded = asyncio.get_running_loop().create_future()
             store.load(1, [0, 1, 2], [9, 4, 11], lambda load_id, num_good: loaded.set_result(num_good))
             return await asyncio.wait_for(loaded, DEADLINE_S)

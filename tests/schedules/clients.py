@@ -8,7 +8,7 @@ from grpc.aio import AioRpcError, Metadata
 
 from coordinator.api.preprocess import read_so_far
 from coordinator.api.statuses import to_status
-from coordinator.api.validation import AnswerPlan, Limits
+from coordinator.api.validation import Limits, RequestPlan
 from coordinator.control.instructions import FINISH_REASONS
 from coordinator.control.request import SoFar
 from coordinator.control.slo import Slo
@@ -67,7 +67,7 @@ class Client:
         sampling = SamplingParams(max_tokens=asked.max_tokens, temperature=0.0, ignore_eos=True)
         question = self._course.question(now)
         words = asked.request, list(asked.prompt), asked.salt, (sampling,), TextOptions()
-        plan = AnswerPlan(*words, call_number=question.call_number)
+        plan = RequestPlan(*words, call_number=question.call_number)
         (so_far,) = read_so_far(question, plan, LIMITS, ())
         return plan, so_far, _text_after(so_far, plan)
 

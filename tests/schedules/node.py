@@ -1,4 +1,4 @@
-"""A simulated node process: the real runner, logic, link and KV transfers, over a pool and an engine of bytes.
+"""A simulated node process: the real runner, scheduler, link and KV transfers, over a pool and an engine of bytes.
 
 A step of the engine writes KV to the pool layer by layer, and samples from what it finds there.
 """

@@ -1,9 +1,8 @@
 """A whole fleet in simulated time: the real code of coordinator and nodes over a simulated network, under one schedule.
 
 What runs is what a deployment runs, but for the clock, gRPC, ZeroMQ and the engine: dispatcher, scheduler, placement,
-roles and fleet service, and on the nodes link, runner, logic, allocator and both ends of KV transfers. One seed gives
-one history.
-"""
+roles and fleet service, and on the nodes link, runner, scheduler, allocator and both ends of KV transfers. One seed
+gives one history."""
 
 import logging
 import traceback

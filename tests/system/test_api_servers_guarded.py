@@ -158,7 +158,7 @@ def check_pages(api_servers, certs):
         with asking(api_servers, certs) as client:
             overview = client.get("/ui/overview", params={"after": 0}, headers=bearer(KEY)).json()
             assert client.get("/ui").status_code == 200
-        assert {life["answer_id"] for life in overview["live"]} == {f"stream-{i}/0" for i in range(NUM_CLIENTS)}
+        assert {life["sequence_id"] for life in overview["live"]} == {f"stream-{i}/0" for i in range(NUM_CLIENTS)}
         assert len(overview["nodes"]) == len(api_servers.names)
 
 

@@ -355,13 +355,13 @@ async def test_a_draining_node_costs_no_request(cluster, name):
     stop_load = asyncio.Event()
 
     async def client(stub):
-        num_answers = 0
+        num_sequences = 0
         while not stop_load.is_set():
             streams = _start(stub, questions)
             await _check_answers(questions, streams)
             assert all(answering.answer.complete.timeline.num_restarts == 0 for answering in streams)
-            num_answers += len(streams)
-        return num_answers
+            num_sequences += len(streams)
+        return num_sequences
 
     async with cluster.connect() as stub:
         load = [asyncio.create_task(client(stub)) for _ in range(3)]

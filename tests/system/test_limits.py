@@ -33,7 +33,7 @@ def end_of(client, **limits):
 
 def counts(client, name):
     (found,) = [each for each in client.loads().slo_classes if each.slo_class == name]
-    return found.num_answers, found.num_ttft_met, found.num_tpot_met, found.num_met
+    return found.num_sequences, found.num_ttft_met, found.num_tpot_met, found.num_met
 
 
 def test_the_end_of_an_answer_tells_what_was_kept(client):

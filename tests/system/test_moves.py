@@ -71,7 +71,7 @@ class Load:
 
 
 async def test_all_roles_change_under_load(start_cluster, tmp_path, capsys):
-    """Tiny pools, so that answers give way and grants are taken back, and KV transfers go both ways."""
+    """Tiny pools, so that answers give way and credits are taken back, and KV transfers go both ways."""
     model = write_fake_model(tmp_path / "model", step_s=0.004, token_s=0.00002)
     node = {"num_kv_blocks": 150, "max_num_batched_tokens": 128, "max_num_seqs": 24, "credit_timeout_s": DEADLINE_S}
     node["descriptor_timeout_s"] = DEADLINE_S

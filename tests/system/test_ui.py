@@ -138,19 +138,19 @@ def test_a_message_streams_and_survives_the_node_that_writes_its_answer(up, mode
         facts = page.until("document.querySelector('.spent[data-end=length] .facts').textContent")
         assert "restarts 1" in facts
         assert page.ask("document.querySelectorAll('.spent .joint.restart').length") == 1
-        way = page.until("document.querySelector('#lives td:last-child').textContent")
+        way = page.until("document.querySelector('#requests td:last-child').textContent")
         assert way.startswith(f"prefill-0 → {writer} → prefill-0 → ")
         # Each life can be chosen by keyboard.
-        page.ask("document.querySelector('#lives button').focus()")
+        page.ask("document.querySelector('#requests button').focus()")
         page.press("Enter")
-        page.until("document.querySelector('#life svg') !== null")
+        page.until("document.querySelector('#request svg') !== null")
         assert not page.problems
 
 
 def test_answers_of_one_id_have_a_row_each(up):
     """As of a client that asks again."""
     _, url = up()
-    rows = "[...document.querySelectorAll('#lives tr')].map((row) => row.dataset.answer)"
+    rows = "[...document.querySelectorAll('#requests tr')].map((row) => row.dataset.sequence)"
     with browser() as page:
         page.open(f"{url}/ui")
         page.until(f"{NODES}.length === 3")
@@ -169,7 +169,7 @@ def test_nodes_and_answers_whose_names_differ_at_their_ends_are_told_apart(tmp_p
     shown = {
         "nodes": NODES,
         "channels": "[...document.querySelectorAll('#picture .node')].map((each) => each.firstChild.data)",
-        "answers": "[...document.querySelectorAll('#lives button')].map((each) => each.textContent)",
+        "answers": "[...document.querySelectorAll('#requests button')].map((each) => each.textContent)",
     }
 
     def looked_at(url):

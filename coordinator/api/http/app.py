@@ -208,7 +208,7 @@ class Endpoints:
         with self._preprocessor.noting_refusal(CallRecord(given or drawn, ASKER.get())):
             requests, encoding = await self._read(request, EmbeddingsRequest.read, parse)
         embeddings = await unless_gone(request.receive, embed_all(self._preprocessor, requests))
-        name = self._preprocessor.model.name_in_answers(requests[0].model)
+        name = self._preprocessor.model.name_in_responses(requests[0].model)
         body = await asyncio.to_thread(response_body, embeddings, encoding, name)
         return Response(body, media_type="application/json")
 

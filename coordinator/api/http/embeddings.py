@@ -38,7 +38,7 @@ async def embed_all(preprocessor: Preprocessor, requests: Sequence[EmbedRequest]
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(MAX_AT_ONCE, preprocessor.max_answers, len(requests))):
+            for _ in range(min(MAX_AT_ONCE, preprocessor.max_sequences, len(requests))):
                 group.create_task(work())
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures

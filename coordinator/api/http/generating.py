@@ -46,7 +46,7 @@ class GenerationApp:
         self._parsed = formatter.parsed
         self._request_id = request_id
         self._envelope = Envelope(
-            formatter, request_id, preprocessor.model.name_in_answers(self._parsed.requests[0].model)
+            formatter, request_id, preprocessor.model.name_in_responses(self._parsed.requests[0].model)
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,7 +88,7 @@ class GenerationApp:
             async for arrival in arrivals:
                 index = arrival.call_index * num_sequences + arrival.response.index
                 output = outputs[index]
-                _tell_cached(usage, arrival)
+                _set_cached(usage, arrival)
                 self._count(usage, index, output.prompt, arrival.response.chunk)
                 if arrival.response.HasField("complete"):
                     output.complete = arrival.response.complete
@@ -148,7 +148,7 @@ class GenerationApp:
             async for arrival in arrivals:
                 index = arrival.call_index * self._parsed.num_sequences + arrival.response.index
                 prompt = calls[arrival.call_index].prompt
-                _tell_cached(usage, arrival)
+                _set_cached(usage, arrival)
                 opening = [] if index in opened else [*map(take, self._opening(index, prompt, usage))]
                 opened.add(index)
                 self._count(usage, index, prompt, arrival.response.chunk)
@@ -166,7 +166,7 @@ class GenerationApp:
         async with aclosing(merged(calls)) as arrivals:
             async for arrival in arrivals:
                 if self._parsed.terms.drops_answers:
-                    _drop_answer(arrival.response)
+                    _drop_output(arrival.response)
                 yield arrival
 
     def _opening(self, index: int, prompt: list[int], usage: Usage) -> list[Object]:
@@ -258,7 +258,7 @@ def written(document: Mapping[str, Any]) -> Response:
     return Response("{" + ",".join(parts) + "}", media_type="application/json")
 
 
-def _drop_answer(response: GenerateResponse) -> None:
+def _drop_output(response: GenerateResponse) -> None:
     """Remove the generated text; keep prompt logprobs, and the finish reason of an aborted request."""
     if response.HasField("complete"):
         if response.complete.finish_reason != FINISH_REASON_ABORT:
@@ -274,12 +274,12 @@ def _usage(calls: Sequence[Call]) -> Usage:
     return Usage(sum(len(call.prompt) for call in calls))
 
 
-def _tell_cached(usage: Usage, arrival: Arrival) -> None:
+def _set_cached(usage: Usage, arrival: Arrival) -> None:
     """Add the cached tokens of an output, which its first and last message report; outputs of a prompt share them."""
     response = arrival.response
     if response.index != 0:
         return
     if response.HasField("complete"):
-        usage.tell_cached(arrival.call_index, response.complete.cached_tokens)
+        usage.set_cached(arrival.call_index, response.complete.cached_tokens)
     elif response.chunk.HasField("cached_tokens"):
-        usage.tell_cached(arrival.call_index, response.chunk.cached_tokens)
+        usage.set_cached(arrival.call_index, response.chunk.cached_tokens)

@@ -359,7 +359,7 @@ class Usage:
     def add_tokens(self, num_tokens: int) -> None:
         self._num_completion_tokens += num_tokens
 
-    def tell_cached(self, prompt_index: int, num_tokens: int) -> None:
+    def set_cached(self, prompt_index: int, num_tokens: int) -> None:
         """Set the number of cached tokens of a prompt; repeated calls replace it."""
         self._num_cached_tokens[prompt_index] = num_tokens
 

@@ -335,7 +335,7 @@ class Costs:
     def _decode_cost(self, node: Node) -> _DecodeCost:
         account, num_taken = self._ledger.of(node), self._ledger.tokens_taken(node) + len(self._prompt)
         num_shared = self._ledger.tokens_shared(node, self._prompt)
-        is_full = node.usable.slots <= account.num_answers or num_taken - num_shared > node.pool_tokens
+        is_full = node.usable.slots <= account.num_sequences or num_taken - num_shared > node.pool_tokens
         return _DecodeCost(
             is_full,
             self._transfers.credit_s if is_full else 0.0,
@@ -346,8 +346,8 @@ class Costs:
     def _num_decoding_within(self, node: Node, seconds: float) -> float:
         """Return how many of the node's sequences decode within `seconds` seconds."""
         account = self._ledger.of(node)
-        if not account.num_answers:
+        if not account.num_sequences:
             return 0.0
         num_queued = self._num_queued - account.tokens_to_compute  # on the nodes that prefill for this one
         part = min(1.0, seconds * (self._rates - self._rate[node]) / num_queued) if num_queued else 1.0
-        return account.num_answers - account.num_arriving * (1.0 - part)
+        return account.num_sequences - account.num_arriving * (1.0 - part)

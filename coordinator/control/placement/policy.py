@@ -347,12 +347,12 @@ def _tokens_to_compute(node: Node, ledger: Ledger, prompt: Prompt) -> tuple[floa
 
 
 def _answers(node: Node, ledger: Ledger, prompt: Prompt) -> tuple[float, ...]:
-    return (ledger.of(node).num_answers,)
+    return (ledger.of(node).num_sequences,)
 
 
 def _product(node: Node, ledger: Ledger, prompt: Prompt) -> tuple[float, ...]:
     account = ledger.of(node)
-    return ((account.tokens_to_compute + prompt.tokens_to_compute(node)) * (account.num_answers + 1),)
+    return ((account.tokens_to_compute + prompt.tokens_to_compute(node)) * (account.num_sequences + 1),)
 
 
 def _answers_then_prompts(node: Node, ledger: Ledger, prompt: Prompt) -> tuple[float, ...]:

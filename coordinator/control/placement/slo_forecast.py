@@ -89,7 +89,7 @@ def step_s(node: Node, ledger: Ledger, num_more: int = 0, num_more_cached: int =
     The additional sequences have `num_more_cached` tokens. Sequences that the node still has to prefill are left out.
     """
     account = ledger.of(node)
-    num_sequences = account.num_answers - account.num_unprefilled + num_more
+    num_sequences = account.num_sequences - account.num_unprefilled + num_more
     if not num_sequences:
         return 0.0
     return node.step_weights.of_step(StepLoad(num_sequences, account.tokens_held + num_more_cached))
@@ -172,7 +172,7 @@ class NodeForecast:
         self._begins_s, self._least_begins_s = forecast.begins_s, forecast.least_begins_s
         account = ledger.of(node)
         self._num_prompt_tokens = account.tokens_to_compute
-        self._num_slots_lacking = account.num_answers + 1 - node.usable.slots
+        self._num_slots_lacking = account.num_sequences + 1 - node.usable.slots
         num_needed = len(wanted.prompt) - ledger.tokens_shared(node, wanted.prompt)
         self._num_tokens_lacking = ledger.tokens_taken(node) + num_needed - node.pool_tokens
         self._tokens_alone = partial(ledger.tokens_alone, node)
@@ -186,8 +186,8 @@ class NodeForecast:
         self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in self._unprefilled]
         self._each_s: dict[int, float] = {}  # seconds of a step, by its sequences
         self._paces: dict[int, PrefillPace] = {}  # by the number of additional sequences
-        self._num_unlimited = account.num_answers - account.num_unprefilled - (len(self._decoded) - num_unbegun)
-        self._cached_each = (account.tokens_held + len(wanted.prompt)) / (account.num_answers + 1)
+        self._num_unlimited = account.num_sequences - account.num_unprefilled - (len(self._decoded) - num_unbegun)
+        self._cached_each = (account.tokens_held + len(wanted.prompt)) / (account.num_sequences + 1)
         self._arrivals = wanted.arrivals
         self._num_ahead, self._num_spare = wanted.num_ahead, wanted.num_spare
         self._most_left = max([each.num_left for each in self._decoded], default=0)

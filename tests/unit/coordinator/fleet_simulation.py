@@ -24,7 +24,7 @@ class Rated:
     prefill_tokens_per_s: float
 
     def step_s(self, load):
-        answers_s = STEP_S + STEP_PER_REQUEST_S * load.num_answers if load.num_answers else 0.0
+        answers_s = STEP_S + STEP_PER_REQUEST_S * load.num_sequences if load.num_sequences else 0.0
         return answers_s + load.num_prompt_tokens / self.prefill_tokens_per_s
 
     def message_s(self, sent_s):
@@ -47,7 +47,7 @@ class RolesSeen:
         self._look()
 
     def _now(self):
-        return {name: role_of(node.logic.shape) for name, node in self._fleet.nodes.items()}
+        return {name: role_of(node.scheduler.shape) for name, node in self._fleet.nodes.items()}
 
     def _look(self):
         now = self._now()

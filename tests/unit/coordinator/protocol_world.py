@@ -61,7 +61,7 @@ class SimulatedNode:
         self.commands = deque()
         self.events = deque()
         self.held = {}  # (request id, epoch) to Held
-        self.revoked = set()  # grants that were taken back, as the senders were told: epoch and number
+        self.revoked = set()  # credits that were taken back, as the senders were told: epoch and number
 
     # ---- commands ----
 

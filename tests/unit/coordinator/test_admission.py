@@ -154,9 +154,9 @@ def a_load(rng):
         num_tokens = rng.randint(1, 500)
         work_s += MARGIN * (0.010 + num_tokens * 0.001)
         prompts.append((num_tokens, work_s * rng.uniform(1.01, 1.5), rng.random() < 0.5))
-    num_answers, num_free = rng.randrange(6), rng.randrange(3)
-    step_s = MARGIN * (0.010 + 0.002 * (num_answers + num_free + len(prompts)))
-    answers = [(step_s * rng.uniform(1.01, 1.5), rng.randint(1, 300)) for _ in range(num_answers)]
+    num_sequences, num_free = rng.randrange(6), rng.randrange(3)
+    step_s = MARGIN * (0.010 + 0.002 * (num_sequences + num_free + len(prompts)))
+    answers = [(step_s * rng.uniform(1.01, 1.5), rng.randint(1, 300)) for _ in range(num_sequences)]
     return prompts, answers, step_s * rng.uniform(1.01, 1.5), num_free
 
 

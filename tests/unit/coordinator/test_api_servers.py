@@ -21,7 +21,7 @@ from coordinator.api.messages import (
     situation_to_wire,
 )
 from coordinator.api.remote import RemoteControl
-from coordinator.api.validation import AnswerPlan, Limits, plan_answers
+from coordinator.api.validation import Limits, RequestPlan, plan_request
 from coordinator.api_server_service import ApiServerLink, TokenOutput, api_server_figures
 from coordinator.control.nodes import Capacity
 from coordinator.control.request import NOTHING, SoFar
@@ -53,7 +53,7 @@ def sent(message):
 def plan(**changes):
     samplings = (SAMPLING, SamplingParams(**{**SAMPLING_FIELDS, "seed": -(2**63)}))  # the seed after the greatest
     fields = {"request_id": "r", "prompt": [5, 6], "cache_salt": "s", "samplings": samplings, "text": TextOptions()}
-    return AnswerPlan(**{**fields, **changes})
+    return RequestPlan(**{**fields, **changes})
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def ask(control, *, num_outputs=1, **options):
     """A call that begins."""
     params = inference_pb2.SamplingParams(max_tokens=20, n=num_outputs, seed=3)
     request = inference_pb2.GenerateRequest(request_id="r", sampling_params=params)
-    plan = plan_answers(request, [1, 2], LIMITS, inference_pb2.SamplingParams())
+    plan = plan_request(request, [1, 2], LIMITS, inference_pb2.SamplingParams())
     texts = [(NOTHING, AnswerText(Letters(), TextOptions(**options))) for _ in range(num_outputs)]
     return asyncio.create_task(control.begin(plan, texts, request, deadline_s=1e9, record=CallRecord("r")))
 

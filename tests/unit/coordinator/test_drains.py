@@ -25,10 +25,10 @@ def write(world, request_id, node="d0", now=0.0, token_ids=PROMPT):
     return attempt
 
 
-def written_on_d0(num_answers, nodes=("p0", "d0"), **hello):
+def written_on_d0(num_sequences, nodes=("p0", "d0"), **hello):
     """A World in which d0 writes so many answers, and d1 has come since."""
     world = World(nodes)
-    attempts = [write(world, f"{number}/0") for number in range(num_answers)]
+    attempts = [write(world, f"{number}/0") for number in range(num_sequences)]
     world.attach("d1", **hello)
     return world, attempts
 
@@ -189,10 +189,10 @@ def test_a_node_without_another_one_of_its_kind_cannot_drain(name, verb):
 # ---- balance ----
 
 
-def full_world(num_answers=2):
+def full_world(num_sequences=2):
     """d0 writes answers, and one that is read waits for its blocks since 10.0; d1 is there by then."""
     world = World(("p0", "d0"), keep_after_s=1e9)
-    attempts = [write(world, f"{number}/0") for number in range(num_answers)]
+    attempts = [write(world, f"{number}/0") for number in range(num_sequences)]
     world.submit("waits/0", max_tokens=MAX_TOKENS, now=9.0)
     waiting = world.attempt
     world.first(waiting, now=10.0)
@@ -215,7 +215,7 @@ def test_the_youngest_running_answer_makes_place_for_one_that_waits():
 
 
 def test_what_has_moved_for_balance_rests():
-    world, _, _ = full_world(num_answers=1)
+    world, _, _ = full_world(num_sequences=1)
     assert world.tick(11.0) == ["reserve d1"]
     world.tell("d1", events.failed(world.attempt, "QUEUE_FULL"), 11.0)
     assert world.tick(11.0 + REST_S - 0.1) == []

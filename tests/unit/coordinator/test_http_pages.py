@@ -133,10 +133,10 @@ def test_lives_hold_no_text(tmp_path):
             assert (await call).json()["choices"][0]["text"] == "ab"
             overview = inference_pb2.GetOverviewRequest(after=0)
             [life] = (await c.admin.GetOverview(overview)).ended
-            assert (life.answer_id, life.prompt_tokens, life.completion_tokens) == ("mine/0", len(SECRET_WORDS), 3)
+            assert (life.sequence_id, life.prompt_tokens, life.completion_tokens) == ("mine/0", len(SECRET_WORDS), 3)
             reply = await client.get(OVERVIEW_PATH, params={"after": "0"})
             [told] = reply.json()["ended"]
-            assert (told["answer_id"], told["end"], told["spans"][0]["prefill_node"]) == ("mine/0", "stop", "p0")
+            assert (told["sequence_id"], told["end"], told["spans"][0]["prefill_node"]) == ("mine/0", "stop", "p0")
             assert SECRET_WORDS not in reply.text
             assert "somebody" not in reply.text
             words = set(re.findall(r'"([^"]*)"', reply.text))

@@ -136,8 +136,8 @@ def test_usage_adds_up():
     usage = Usage(5)
     usage.add_tokens(2)
     usage.add_tokens(1)
-    usage.tell_cached(0, 4)
-    usage.tell_cached(0, 4)
+    usage.set_cached(0, 4)
+    usage.set_cached(0, 4)
     assert usage.to_json() == {
         "prompt_tokens": 5,
         "completion_tokens": 3,

@@ -66,7 +66,7 @@ def test_a_life_tells_phase_by_phase_where_an_answer_was():
         ("decode", 4.75, 6.0, *where),
     ]
     assert spans(live) == expected
-    assert (live.number, live.answer_id, live.end, live.start_s) == (0, "r/0", "", 10.0)
+    assert (live.number, live.sequence_id, live.end, live.start_s) == (0, "r/0", "", 10.0)
     world.step(attempt, 2, events.LENGTH, now=18.0)
     overview = told(world, 20.0)
     [ended] = overview.ended
@@ -92,7 +92,7 @@ def test_a_lost_node_shows_as_a_second_attempt_and_the_wait_for_one_as_no_node()
     world.first(world.attempt, now=1.0)
     world.lose("d0", 2.0)
     overview = told(world, 2.5)
-    assert {each.phase: each.num_answers for each in overview.phases if each.num_answers} == {"no_node": 1}
+    assert {each.phase: each.num_sequences for each in overview.phases if each.num_sequences} == {"no_node": 1}
     world.attach("d1")
     world.tick(3.0)
     life = told(world, 4.0).live[0]
@@ -143,7 +143,7 @@ def test_the_lives_that_are_kept_are_bounded():
         world.submit(f"live{index}/0")
     overview = told(world, 200.0)
     assert [life.number for life in overview.ended] == list(range(8, MAX_ENDED + 8))
-    assert [life.answer_id for life in overview.live] == [f"live{index}/0" for index in range(7, MAX_IN_FLIGHT + 7)]
+    assert [life.sequence_id for life in overview.live] == [f"live{index}/0" for index in range(7, MAX_IN_FLIGHT + 7)]
 
 
 def test_a_timeline_without_end_keeps_its_beginning_and_its_last_span():
@@ -183,10 +183,10 @@ def test_times_by_class_against_limits():
     world.submit("left/0", slo=chat)
     world.scheduler.finish("left/0", events.ABORT, 3.0)
     every, in_class, unnamed = told(world, 20.0).times
-    assert (every.slo_class, every.num_answers, every.num_limited, every.num_met) == ("", 12, 3, 1)
-    assert (in_class.slo_class, in_class.limits, in_class.num_answers) == ("chat", "ttft:500", 3)
+    assert (every.slo_class, every.num_sequences, every.num_limited, every.num_met) == ("", 12, 3, 1)
+    assert (in_class.slo_class, in_class.limits, in_class.num_sequences) == ("chat", "ttft:500", 3)
     assert (in_class.ttft_s.p50, in_class.ttft_s.p99) == (0.25, 0.75)
-    assert (unnamed.slo_class, unnamed.num_answers, unnamed.num_limited) == ("none", 9, 0)
+    assert (unnamed.slo_class, unnamed.num_sequences, unnamed.num_limited) == ("none", 9, 0)
     ttft, tpot = unnamed.ttft_s, unnamed.tpot_s
     assert (ttft.p50, ttft.p90, ttft.p99) == (5.0, 9.0, 9.0)
     assert (tpot.p50, tpot.p90, tpot.p99) == pytest.approx((0.5, 0.9, 0.9))
@@ -196,11 +196,11 @@ def test_times_are_those_of_a_window_and_bounded(monkeypatch):
     monkeypatch.setattr(request_log, "MAX_TIMES", 100)
     world = World(max_live=10_000)
     answer(world, "early/0", now=0.0)
-    assert told(world, 2.0 + WINDOW_S).times[0].num_answers == 1
+    assert told(world, 2.0 + WINDOW_S).times[0].num_sequences == 1
     assert not told(world, 2.5 + WINDOW_S).times
     for index in range(103):
         answer(world, f"r{index}/0", now=100.0)
-    assert told(world, 110.0).times[0].num_answers == 100
+    assert told(world, 110.0).times[0].num_sequences == 100
 
 
 def test_rates_are_those_of_the_last_seconds():
@@ -220,7 +220,7 @@ def test_rates_are_those_of_the_last_seconds():
         overview.tick(float(second))
         overview.tick(second + 0.25)  # too soon to count again
     wire = overview.to_wire(199.0)
-    assert (wire.rates.tokens_per_s, wire.rates.prompt_tokens_per_s, wire.rates.answers_per_s) == (30.0, 7.0, 2.0)
+    assert (wire.rates.tokens_per_s, wire.rates.prompt_tokens_per_s, wire.rates.requests_per_s) == (30.0, 7.0, 2.0)
     recent = list(wire.recent_tokens_per_s)
     assert len(recent) == MAX_SAMPLES - 1
     assert recent[-11:] == [10.0] + [30.0] * 10
@@ -235,11 +235,11 @@ def test_nodes_are_told_with_what_they_have_been_given():
     world = World(nodes=("p0", "d0"))
     world.submit()
     d0, p0 = told(world, 1.0).nodes
-    assert (d0.num_answers, d0.num_to_come, d0.num_tokens_held, d0.num_pool_tokens) == (1, 1, 3, 1600)
-    assert (p0.num_tokens_to_compute, p0.num_answers, p0.load.shape.prompt_tokens) == (3, 0, 512)
+    assert (d0.num_sequences, d0.num_incoming, d0.num_tokens_used, d0.num_pool_tokens) == (1, 1, 3, 1600)
+    assert (p0.num_tokens_to_compute, p0.num_sequences, p0.load.shape.prompt_tokens) == (3, 0, 512)
     world.first(world.attempt)
     d0, p0 = told(world, 1.0).nodes
-    assert (d0.num_to_come, p0.num_tokens_to_compute, p0.num_tokens_held) == (0, 0, 3)
+    assert (d0.num_incoming, p0.num_tokens_to_compute, p0.num_tokens_used) == (0, 0, 3)
 
 
 def test_what_answers_begin_with_alike_a_node_is_told_to_hold_once():
@@ -247,7 +247,7 @@ def test_what_answers_begin_with_alike_a_node_is_told_to_hold_once():
     world.holds("d0", events.block_hints([5] * 16))
     for number in range(2):
         world.submit(f"{number}/0", token_ids=[1] * 40)
-    assert [node.num_tokens_held for node in told(world, 1.0).nodes] == [48, 0]
+    assert [node.num_tokens_used for node in told(world, 1.0).nodes] == [48, 0]
 
 
 def test_live_answers_are_counted_by_phase():
@@ -257,5 +257,5 @@ def test_live_answers_are_counted_by_phase():
     world.submit("a/0")
     world.submit("b/0")
     world.first(world.attempt)
-    counts = {each.phase: each.num_answers for each in told(world, 1.0).phases if each.num_answers}
+    counts = {each.phase: each.num_sequences for each in told(world, 1.0).phases if each.num_sequences}
     assert counts == {"prefill_queue": 1, "kv_alloc": 1}

@@ -316,9 +316,9 @@ def test_the_choice_is_as_good_as_the_best_of_all_pairs(described, num_tokens, t
     for index, node in enumerate(described):
         name, options = f"{node['role']}{index}", {"state": node["state"], "num_blocks": node["num_blocks"]}
         admitted = admit(registry, name, node["rate"], node["step_s"], **options)
-        if node["to_read"] and admitted.shape.reads:
+        if node["to_read"] and admitted.shape.prefills:
             ledger.prefill(f"read {index}", admitted, node["to_read"])
-        for tokens in node["written"] if admitted.shape.writes else []:
+        for tokens in node["written"] if admitted.shape.decodes else []:
             assign(ledger, admitted, 0, tokens)
         avoid += [admitted] if node["avoided"] else []
     able = [node for node in registry.nodes if node.is_ready]
@@ -326,7 +326,7 @@ def test_the_choice_is_as_good_as_the_best_of_all_pairs(described, num_tokens, t
         (prefill_node, decode_node)
         for prefill_node in able
         for decode_node in able
-        if prefill_node.shape.reads and decode_node.shape.writes
+        if prefill_node.shape.prefills and decode_node.shape.decodes
         if len(TOKENS) <= prefill_node.max_request_tokens and num_tokens <= decode_node.max_request_tokens
     ]
     transfers, wanted = TransferEstimates(credit_s, transfer_s), Wanted(Prompt(TOKENS), num_tokens, avoid)

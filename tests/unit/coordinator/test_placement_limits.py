@@ -260,11 +260,11 @@ def test_a_prompt_that_is_overdue_or_never_due_is_read_behind_those_in_time(flee
     assert fleet.late(p0, Due(NOW + 1.0)).is_own_late is not is_in_time
 
 
-@pytest.mark.parametrize(("decode_margin", "num_answers"), [(1.0, 9), (1.2, 7), (1.5, 4)])
-def test_steps_count_as_long_as_they_rarely_are(fleet, decode_margin, num_answers):
+@pytest.mark.parametrize(("decode_margin", "num_sequences"), [(1.0, 9), (1.2, 7), (1.5, 4)])
+def test_steps_count_as_long_as_they_rarely_are(fleet, decode_margin, num_sequences):
     """Of 30 ms: ten answers in a step of exactly that, eight in one of 26, which is 31.2 at most."""
     b0 = fleet.add("b0", margin=decode_margin)
-    for number in range(num_answers + 1):
+    for number in range(num_sequences + 1):
         is_full = decode_margin * (0.010 + 0.002 * (number + 1)) > 0.030 + 1e-9
         assert (fleet.late(b0, Due(NOW + 9.0)).tpot_ratio(BEGINS_S) > 1) is (is_full and number > 0), number
         fleet.writes(b0, 0.030, num_output=1000, ago_s=10.0, num_left=10)
@@ -413,12 +413,12 @@ def test_nobody_has_fewer_late_than_the_chosen_pair(nodes, due):
     fleet = Fleet()
     for index, (role, jobs, answers) in enumerate(nodes):
         node = fleet.add(f"{role}{index}")
-        for num_tokens, due_in_s in jobs if node.shape.reads else []:
+        for num_tokens, due_in_s in jobs if node.shape.prefills else []:
             fleet.reads(node, num_tokens, due_in_s)
-        for tpot_s, num_output in answers if node.shape.writes else []:
+        for tpot_s, num_output in answers if node.shape.decodes else []:
             fleet.writes(node, tpot_s, num_output)
     able = list(fleet.registry.nodes)
-    pairs = [(a, b) for a, b in itertools.product(able, able) if a.shape.reads and b.shape.writes]
+    pairs = [(a, b) for a, b in itertools.product(able, able) if a.shape.prefills and b.shape.decodes]
     if not pairs:
         return
     own = Due(NOW + due[0], due[1]) if due else None
@@ -431,7 +431,9 @@ def test_nobody_has_fewer_late_than_the_chosen_pair(nodes, due):
 
     decode_nodes = {decode_node for _, decode_node in pairs}
     least = (
-        spared_node([node for node in able if node.shape.reads], fleet.ledger, NOW) if len(decode_nodes) > 1 else None
+        spared_node([node for node in able if node.shape.prefills], fleet.ledger, NOW)
+        if len(decode_nodes) > 1
+        else None
     )
 
     def harm(prefill_node, decode_node):
@@ -451,10 +453,10 @@ BEGINS_S = 0.11  # when the 100 tokens are read, where nothing else is to be
 TIGHT_S = 0.030  # keeps steps of ten answers
 
 
-@pytest.mark.parametrize(("num_answers", "is_crowded"), [(0, False), (9, False), (10, True)])
-def test_a_node_takes_as_many_answers_as_a_step_within_the_tightest_limit_holds(fleet, num_answers, is_crowded):
+@pytest.mark.parametrize(("num_sequences", "is_crowded"), [(0, False), (9, False), (10, True)])
+def test_a_node_takes_as_many_answers_as_a_step_within_the_tightest_limit_holds(fleet, num_sequences, is_crowded):
     node = fleet.add("b-0", role="mixed")
-    for _ in range(num_answers):
+    for _ in range(num_sequences):
         fleet.writes(node, TIGHT_S, num_output=1000, ago_s=10.0, num_left=10)
     late = fleet.late(node, Due(NOW + 9.0, 0.050))
     assert late.late_by_both(0.0) == 0, "those that are written are 20 s ahead"

@@ -326,7 +326,7 @@ async def test_a_later_call_takes_the_place_of_one_at_whatever_api_server(api_se
     before = go_on(0)
     attempt = await begin_to_write(c, "a")
     assert (await before.read()).chunk.text == "a"
-    so_far = inference_pb2.AnswerSoFar(token_ids=b"a", num_chars=1)
+    so_far = inference_pb2.OutputSoFar(token_ids=b"a", num_chars=1)
     later = go_on(2, so_far)
     await c.nodes["d0"].answer_cancel(attempt)
     again, job = await begin(c)

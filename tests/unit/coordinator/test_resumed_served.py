@@ -31,7 +31,7 @@ LENGTH, STOP = events.LENGTH, events.STOP
 
 
 def so_far(text=b"", **fields):
-    return inference_pb2.AnswerSoFar(**{"token_ids": text, "num_chars": len(text), **fields})
+    return inference_pb2.OutputSoFar(**{"token_ids": text, "num_chars": len(text), **fields})
 
 
 def go_on(c, *answers, prompt="hello", metadata=None, **params):

@@ -167,7 +167,7 @@ def test_a_node_that_was_drained_is_given_work_again_with_its_role_though_others
         world.ask("p0", "decode_node")
     assert not world.node("p0").is_ready
     world.registry.lose(world.node("p1"))
-    assert world.ask("p0", "decode").writes  # it read nothing any more
+    assert world.ask("p0", "decode").decodes  # it read nothing any more
     assert world.node("p0").is_ready
     world.registry.drain(world.node("p0"))
     assert world.ask("p0", "decode") is None
@@ -203,8 +203,8 @@ def test_every_role_can_be_flipped_there_and_back_and_there_is_always_a_way():
         name, role = rng.choice(["p0", "p1", "d0", "d1"]), rng.choice(["prefill", "decode", "mixed"])
         with contextlib.suppress(RequestError):
             num_flips += world.ask(name, role) is not None
-        assert any(node.usable.reads for node in world.registry.nodes)
-        assert any(node.usable.writes for node in world.registry.nodes)
+        assert any(node.usable.prefills for node in world.registry.nodes)
+        assert any(node.usable.decodes for node in world.registry.nodes)
     assert num_flips > 100
 
 

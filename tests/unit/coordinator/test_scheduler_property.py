@@ -42,7 +42,7 @@ def test_every_request_ends_once_with_the_right_tokens_and_nothing_is_held(troub
     world.ledger.check_integrity()
     for node in world.nodes:
         assert node.held == {}
-        assert (world.scheduler.num_left(node.node), world.ledger.of(node.node).num_answers) == (0, 0)
+        assert (world.scheduler.num_left(node.node), world.ledger.of(node.node).num_sequences) == (0, 0)
     for request_id, (max_tokens, arrived_s) in world.submitted.items():
         outcome, ended_s = world.ends[request_id]
         tokens = world.tokens[request_id]

@@ -196,7 +196,7 @@ def end_of(world):
 
 def counts(world, slo_class="none"):
     attained = world.metrics.attainment.by_class[slo_class]
-    return attained.num_answers, attained.num_ttft_met, attained.num_tpot_met, attained.num_met
+    return attained.num_sequences, attained.num_ttft_met, attained.num_tpot_met, attained.num_met
 
 
 def test_without_limits_nothing_is_told(world):

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from coordinator.control.request import MAX_MARKS, Mark, Phase, Timeline
-from coordinator.control.request_log import MAX_MIGRATIONS, AnswerRecord, CallRecord, answer_index
+from coordinator.control.request_log import MAX_MIGRATIONS, CallRecord, SequenceRecord, sequence_index
 from coordinator.traces import export
 from coordinator.traces.spans import call_span
 from protos import inference_pb2
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("programs_here")
 def record(world, **known):
     """What is written down of a call whose one answer has ended in this world."""
     end = world.end_of_answer
-    answer = AnswerRecord(answer_index(end.request_id)[1], end.outcome, end.timeline, end.ended_s)
+    answer = SequenceRecord(sequence_index(end.request_id)[1], end.outcome, end.timeline, end.ended_s)
     call = CallRecord("r", operation="chat", model="m", answers=[answer], **known)
     for migration in world.migrations:
         call.migrated(migration)
@@ -87,7 +87,7 @@ def test_every_phase_is_below_its_attempt():
 
 def test_the_call_tells_what_conventions_have_names_for():
     sampling = SamplingParams(max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, seed=7)
-    call = record(live(World()), arrived_s=10.0, begun_s=10.5, num_prompt_tokens=3, sampling=sampling, num_answers=2)
+    call = record(live(World()), arrived_s=10.0, begun_s=10.5, num_prompt_tokens=3, sampling=sampling, num_sequences=2)
     assert call_span(call, 18.25).attributes == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "splitserve",

@@ -37,7 +37,7 @@ def test_numbers_of_unknown_fields():
 
 def test_those_of_what_is_in_a_request_are_told_once_each():
     chat = inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage.FromString(VARINT_99) for _ in range(3)])
-    so_far = [inference_pb2.AnswerSoFar.FromString(VARINT_99)]
+    so_far = [inference_pb2.OutputSoFar.FromString(VARINT_99)]
     request = inference_pb2.GenerateRequest(chat=chat, so_far=so_far)
     request.sampling_params.logit_bias[5] = 1.0
     assert sorted(unknown_in_message(request)) == ["chat.messages.99", "so_far.99"]

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from coordinator.api.prompts import MAX_UNCUT_TOKENS, check_truncation, cut, uncut_limit
-from coordinator.api.validation import Limits, check_input, plan_answers, prompt_limit
+from coordinator.api.validation import Limits, check_input, plan_request, prompt_limit
 from protos import inference_pb2
 from protos.inference_pb2 import GenerateRequest, TokenizedInput
 from serving_core.errors import RequestError
@@ -32,7 +32,7 @@ def request(params=None, **fields):
 def plan(params=None, num_prompt_tokens=10, limits=LIMITS, spelled=(), **defaults):
     asked = request(params)
     check_input(asked, limits)
-    return plan_answers(asked, [1] * num_prompt_tokens, limits, Wire(**defaults), spelled=spelled)
+    return plan_request(asked, [1] * num_prompt_tokens, limits, Wire(**defaults), spelled=spelled)
 
 
 def refusal(function, *arguments):
@@ -69,12 +69,12 @@ def test_bad_input_is_refused(field, message, changes):
 def test_a_salt_is_part_of_the_plan():
     salted = request(cache_salt="é" * 256)
     check_input(salted, LIMITS)
-    assert plan_answers(salted, [1], LIMITS, Wire()).cache_salt == "é" * 256
-    assert not plan_answers(salted, [1], LIMITS, Wire()).is_read_whole
+    assert plan_request(salted, [1], LIMITS, Wire()).cache_salt == "é" * 256
+    assert not plan_request(salted, [1], LIMITS, Wire()).is_read_whole
 
 
 def test_prompts_that_are_scored_are_read_whole():
-    assert plan_answers(request(Wire(prompt_logprobs=0)), [1, 2], LIMITS, Wire()).is_read_whole
+    assert plan_request(request(Wire(prompt_logprobs=0)), [1, 2], LIMITS, Wire()).is_read_whole
     assert plan().cache_salt == ""
 
 
@@ -95,7 +95,7 @@ def test_an_adapter_is_asked_for_as_a_model():
     for model, adapter in (("", ""), ("tiny", ""), ("org/sql", "org/sql")):
         asked = request(model=model)
         check_input(asked, limits)
-        assert plan_answers(asked, [1], limits, Wire()).adapter == adapter
+        assert plan_request(asked, [1], limits, Wire()).adapter == adapter
     assert refusal(check_input, request(model="sql"), limits).reason == "MODEL_NOT_FOUND"
 
 
@@ -172,7 +172,7 @@ def test_a_bad_parameter_is_refused_by_name():
 
 def test_a_grammar_is_part_of_the_plan_and_no_object_is_no_constraint():
     check_input(request(Wire(json_object=False, ignore_eos=True, min_tokens=1)), LIMITS)
-    made = plan_answers(request(Wire(regex="a", n=2)), [1], LIMITS, Wire(), "the grammar")
+    made = plan_request(request(Wire(regex="a", n=2)), [1], LIMITS, Wire(), "the grammar")
     assert [sampling.grammar for sampling in made.samplings] == ["the grammar"] * 2
 
 
@@ -219,7 +219,7 @@ def test_how_long_a_prompt_may_be_is_known_before_it_is_tokenized(changes, most,
 
 def test_an_empty_or_foreign_prompt_is_refused():
     assert refusal(plan, None, 0).reason == "BAD_PARAM"
-    assert "token id 260" in str(refusal(plan_answers, request(), [1, 260], LIMITS, Wire()))
+    assert "token id 260" in str(refusal(plan_request, request(), [1, 260], LIMITS, Wire()))
 
 
 def test_an_open_request_gets_the_defaults_and_what_the_context_still_holds():
@@ -338,11 +338,11 @@ def test_the_last_tokens_are_kept(most, max_tokens, first):
 def test_what_fits_is_taken_and_what_leaves_no_room_is_refused():
     asked = request_to_cut(-1, sampling_params=Wire(max_tokens=30))
     check_input(asked, CUT_LIMITS)
-    plan = plan_answers(asked, cut(LONG_PROMPT, asked, CUT_LIMITS), CUT_LIMITS, Wire())
+    plan = plan_request(asked, cut(LONG_PROMPT, asked, CUT_LIMITS), CUT_LIMITS, Wire())
     assert (len(plan.prompt), plan.samplings[0].max_tokens) == (70, 30)
     asked = request_to_cut(-1, sampling_params=Wire(max_tokens=100))
     with pytest.raises(RequestError) as caught:
-        plan_answers(asked, cut(LONG_PROMPT, asked, CUT_LIMITS), CUT_LIMITS, Wire())
+        plan_request(asked, cut(LONG_PROMPT, asked, CUT_LIMITS), CUT_LIMITS, Wire())
     assert caught.value.reason == "PROMPT_TOO_LONG"
 
 

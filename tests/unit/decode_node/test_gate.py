@@ -19,10 +19,10 @@ from decode_node.speculation import (
 )
 
 
-def gate_with(num_answers=1, step_s=0.010):
+def gate_with(num_sequences=1, step_s=0.010):
     gate = Gate()
     for _ in range(LEAST_STEPS):
-        gate.took(num_answers, 0, step_s)
+        gate.took(num_sequences, 0, step_s)
     return gate
 
 

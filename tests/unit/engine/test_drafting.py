@@ -1,4 +1,4 @@
-"""Answers with a draft model's draft tokens, by a node's own logic, against the same answers without: tokens and
+"""Answers with a draft model's draft tokens, by a node's own scheduler, against the same answers without: tokens and
 logprobs to the bit, whether it writes what comes or not.
 """
 
@@ -25,10 +25,10 @@ PROMPTS = [[(7 * index + 3 * at) % 200 for at in range(5 + 3 * index)] for index
 
 
 def read(engine, prompts, samplings, *, num_blocks, drafter=None):
-    """What each prompt is answered by a node with so many blocks, with its logprobs, and its logic. The draft model
+    """What each prompt is answered by a node with so many blocks, with its logprobs, and its scheduler. The draft model
     takes no time: it is asked whenever it may be."""
     model = drafter and DraftModel(drafter.engine.num_blocks, BLOCK_SIZE, drafter.engine.max_model_len, 0.0)
-    logic = NodeScheduler(
+    scheduler = NodeScheduler(
         BlockAllocator(num_blocks, caching=False),
         engine.layout,
         Limits(BUDGET, SLOTS, 100, 1e9, 1e9, 4 if drafter else 0, model),
@@ -44,22 +44,22 @@ def read(engine, prompts, samplings, *, num_blocks, drafter=None):
     for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         request = Request(str(index), index + 1, list(prompt), len(prompt), sampling)
         job = convert.job_to_wire(request, request.epoch)
-        logic.handle(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=job, local_prefill=True)), 0.0)
+        scheduler.handle(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=job, local_prefill=True)), 0.0)
         if sampling.grammar:
-            logic.compiled(logic.node_requests.find(request).request, engine.grammars.guide(sampling.grammar))
+            scheduler.compiled(scheduler.node_requests.find(request).request, engine.grammars.guide(sampling.grammar))
     given = {str(index): [] for index in range(len(prompts))}
-    while works := logic.plan(0.0):
+    while works := scheduler.plan(0.0):
         tokens = engine.step(works)
         sampled = iter(tokens)
         for work in works:
             taken = [(token.token_id, token.logprob, token.top_logprobs) for token in work.take(sampled)]
             given[work.request.request_id] += taken
-        logic.step_done(works, tokens, 1.0, 0.0)
-        logic.decisions.take()
-        if drafter and (ahead := logic.speculation.drafts.plan()):
-            logic.speculation.drafts.drafted(ahead, drafter.propose(ahead), 0.0)
-            logic.speculation.drafts.check_integrity()
-    return given, logic
+        scheduler.step_done(works, tokens, 1.0, 0.0)
+        scheduler.decisions.take()
+        if drafter and (ahead := scheduler.speculation.drafts.plan()):
+            scheduler.speculation.drafts.drafted(ahead, drafter.propose(ahead), 0.0)
+            scheduler.speculation.drafts.check_integrity()
+    return given, scheduler
 
 
 def test_what_is_written_ahead_is_what_the_model_would_say(tmp_path):
@@ -111,11 +111,11 @@ def test_tokens_are_those_without(engine, expected, written, draft, num_blocks):
     layers = {} if draft == "itself" else {"num_hidden_layers": 1}
     folder = written(write_tiny_model, dtype="bfloat16", **layers)
     drafter = Drafter(build_engine(EngineSettings(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=200)))
-    given, logic = read(engine, PROMPTS, SAMPLING_PARAMS, num_blocks=num_blocks, drafter=drafter)
+    given, scheduler = read(engine, PROMPTS, SAMPLING_PARAMS, num_blocks=num_blocks, drafter=drafter)
     assert given == expected
     load = inference_pb2.NodeLoad()
-    logic.fill(load)
+    scheduler.fill(load)
     assert bool(load.num_preemptions) == (num_blocks < 400)
-    counts = logic.speculation.counts
+    counts = scheduler.speculation.counts
     assert counts.num_proposed > 0
     assert counts.num_accepted > 0 or draft == "another"

@@ -71,7 +71,7 @@ async def test_blocks_come_back_as_they_were(tmp_path, monkeypatch, name, num_ho
     expected = [content(pool, block_id) for block_id in range(NUM_BLOCKS)]
     with closing(TierStore(pool, num_host, num_disk, str(tmp_path))) as store:
         store.probe()
-        store.spill(Copies([], [7, 2, 3, 9], [0, 3, 1, 2]))
+        store.offload(Copies([], [7, 2, 3, 9], [0, 3, 1, 2]))
         wipe(pool)
         assert await load(store, [2, 0, 3], [1, 8, 5]) == 3
         assert [content(pool, block_id) for block_id in (1, 8, 5)] == [expected[9], expected[7], expected[2]]
@@ -83,8 +83,8 @@ async def test_what_leaves_host_memory_for_the_file(tmp_path):
     pool = filled_pool()
     old, new = content(pool, 4), content(pool, 5)
     with closing(TierStore(pool, 1, 1, str(tmp_path))) as store:
-        store.spill(Copies([], [4], [0]))
-        store.spill(Copies([(0, 1)], [5], [0]))
+        store.offload(Copies([], [4], [0]))
+        store.offload(Copies([(0, 1)], [5], [0]))
         wipe(pool)
         assert await load(store, [0, 1], [0, 1]) == 2
     assert (content(pool, 0), content(pool, 1)) == (new, old)
@@ -95,7 +95,7 @@ async def test_a_damaged_file_gives_what_is_before_the_damage(tmp_path, damage):
     pool = filled_pool()
     expected, row = content(pool, 0), LAYOUT.block_bytes
     with closing(TierStore(pool, 0, 4, str(tmp_path))) as store:
-        store.spill(Copies([], [0, 1, 2], [0, 1, 2]))
+        store.offload(Copies([], [0, 1, 2], [0, 1, 2]))
         assert await load(store, [0, 1, 2], [5, 6, 7]) == 3
         file = unnamed_file(tmp_path)
         if damage == "a bit":
@@ -120,7 +120,7 @@ async def test_loads_come_one_after_the_other(tmp_path, monkeypatch):
             both.set()
 
     with closing(TierStore(filled_pool(), 8, 0, str(tmp_path))) as store:
-        store.spill(Copies([], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]))
+        store.offload(Copies([], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]))
         store.load(1, [0, 1, 2, 3], [5, 6, 7, 8], note)
         store.load(2, [4], [9], note)
         await asyncio.wait_for(both.wait(), DEADLINE_S)
@@ -137,19 +137,19 @@ async def test_what_cannot_be_written_in_time_is_left_out(tmp_path, monkeypatch)
     monkeypatch.setattr(tier_store, "STAGED_BYTES", 2 * LAYOUT.block_bytes)
     with closing(TierStore(filled_pool(), 0, 4, str(tmp_path))) as store:
         lost = told_lost(store)
-        store.spill(Copies([], [0, 1, 2], [3, 1, 2]))
+        store.offload(Copies([], [0, 1, 2], [3, 1, 2]))
         assert (store.num_unwritten, lost) == (1, [3])  # what was given up first
         assert await load(store, [1, 2, 3], [5, 6, 7]) == 2
 
 
 async def test_no_more_is_copied_into_host_memory_at_once_than_there_is_time_for(monkeypatch):
-    monkeypatch.setattr(tier_store, "SPILLED_BYTES", 2 * LAYOUT.block_bytes)
+    monkeypatch.setattr(tier_store, "OFFLOADED_BYTES", 2 * LAYOUT.block_bytes)
     with closing(TierStore(filled_pool(), 4, 1)) as store:
         lost = told_lost(store)
-        store.spill(Copies([], [0, 1, 2], [3, 1, 2]))
+        store.offload(Copies([], [0, 1, 2], [3, 1, 2]))
         assert (store.num_unwritten, lost) == (1, [3])
         assert await load(store, [1, 2, 3], [5, 6, 7]) == 2
-        store.spill(Copies([(3, 4)], [3], [3]))  # what holds nothing cannot go to the file either
+        store.offload(Copies([(3, 4)], [3], [3]))  # what holds nothing cannot go to the file either
         assert (store.num_unwritten, lost) == (2, [3, 4])
         assert await load(store, [3, 4], [8, 9]) == 1
 
@@ -160,7 +160,7 @@ async def test_a_file_that_cannot_be_written_to_holds_nothing(tmp_path):
         os.dup2(readable, unnamed_file(tmp_path))
         os.close(readable)
         lost = told_lost(store)
-        store.spill(Copies([], [0, 1], [0, 1]))
+        store.offload(Copies([], [0, 1], [0, 1]))
         assert await load(store, [0, 1], [5, 6]) == 0
         assert (store.num_unwritten, lost) == (2, [0, 1])
 
@@ -168,7 +168,7 @@ async def test_a_file_that_cannot_be_written_to_holds_nothing(tmp_path):
 async def test_nothing_is_written_after_a_cancel(tmp_path):
     pool, told = filled_pool(), []
     with closing(TierStore(pool, 1, 1, str(tmp_path))) as store:
-        store.spill(Copies([], [0, 1], [0, 1]))
+        store.offload(Copies([], [0, 1], [0, 1]))
         before = content(pool, 5)
         store.load(1, [0], [5], lambda *each: told.append(each))
         await asyncio.sleep(0)

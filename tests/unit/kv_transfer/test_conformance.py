@@ -304,12 +304,12 @@ def test_a_grant_expires(fabric):
 @pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
 def test_every_grant_expires(runner):
     """On either event loop: uvloop's timers may ring up to a millisecond early."""
-    num_grants = 100
+    num_credits = 100
 
     async def grant_and_wait():
         receiver = KVReceiver(Fabric("loopback", None).listener(), ByteStore(LAYOUT, 1))
         results = []
-        for _ in range(num_grants):
+        for _ in range(num_credits):
             grant(receiver, [0], results.append, ttl_s=0.3)
             await asyncio.sleep(0.0007)
         async with asyncio.timeout(60):
@@ -318,7 +318,7 @@ def test_every_grant_expires(runner):
         await receiver.close()
         return results
 
-    assert [result.reason for result in runner(grant_and_wait())] == ["TRANSFER_FAILED"] * num_grants
+    assert [result.reason for result in runner(grant_and_wait())] == ["TRANSFER_FAILED"] * num_credits
 
 
 def test_a_receiver_that_never_answers_is_given_up(fabric):

@@ -10,8 +10,8 @@ from serving_core.node.costs import StepCosts, StepLoad, StepWeights
 TRUE = (0.004, 0.0015, 2e-6, 0.003, 0.001, 1e-7, 0.002)
 
 
-def load_of(num_answers, num_cached, *chunks):
-    load = StepLoad(num_answers, num_cached)
+def load_of(num_sequences, num_cached, *chunks):
+    load = StepLoad(num_sequences, num_cached)
     for start, num_tokens in chunks:
         load.add_chunk(start, num_tokens)
     return load
@@ -22,9 +22,9 @@ def true_s(load):
 
 
 def some_load(random):
-    num_answers = random.randint(0, 8)
-    chunks = [(random.randint(0, 2000), random.randint(1, 512)) for _ in range(random.randint(num_answers == 0, 2))]
-    return load_of(num_answers, num_answers * random.randint(10, 2000), *chunks)
+    num_sequences = random.randint(0, 8)
+    chunks = [(random.randint(0, 2000), random.randint(1, 512)) for _ in range(random.randint(num_sequences == 0, 2))]
+    return load_of(num_sequences, num_sequences * random.randint(10, 2000), *chunks)
 
 
 def learnt(random, num_steps, noise=0.0, scale=1.0):
@@ -63,17 +63,17 @@ def test_what_a_second_answer_takes_is_not_expected_of_each_further_one():
     """Steps of one to three answers tell what one of eight takes."""
     costs = StepCosts()
     for _ in range(30):
-        for num_answers in (1, 2, 3):
-            load = load_of(num_answers, num_answers * 300)
+        for num_sequences in (1, 2, 3):
+            load = load_of(num_sequences, num_sequences * 300)
             costs.add(load, true_s(load))
     load = load_of(8, 8 * 300)
     assert costs.step_s(load) == pytest.approx(true_s(load), rel=0.02)
 
 
-@pytest.mark.parametrize(("seconds", "num_answers"), [(0.009, 0), (0.011, 1), (0.017, 1), (0.0191, 2), (0.0251, 5)])
-def test_the_answers_within_a_time_by_hand(seconds, num_answers):
+@pytest.mark.parametrize(("seconds", "num_sequences"), [(0.009, 0), (0.011, 1), (0.017, 1), (0.0191, 2), (0.0251, 5)])
+def test_the_answers_within_a_time_by_hand(seconds, num_sequences):
     """A step takes 8 ms, 2 ms for each answer, and 6 ms more where there are several: 10, 18, 20, 22, 24 ms."""
-    assert StepWeights(0.008, 0.002, several_s=0.006).num_answers_within(seconds, 0) == num_answers
+    assert StepWeights(0.008, 0.002, several_s=0.006).num_sequences_within(seconds, 0) == num_sequences
 
 
 def test_a_node_that_has_become_slower_is_found_out():
@@ -108,8 +108,8 @@ def test_before_the_first_step_prompts_take_what_was_measured_at_start():
 
 def test_no_weight_is_below_0():
     costs = StepCosts()
-    for num_answers, step_s in ((1, 0.02), (8, 0.01)):  # more answers in less time
-        costs.add(load_of(num_answers, 10 * num_answers), step_s)
+    for num_sequences, step_s in ((1, 0.02), (8, 0.01)):  # more answers in less time
+        costs.add(load_of(num_sequences, 10 * num_sequences), step_s)
     assert all(weight >= 0 for weight in costs.weights)
 
 
@@ -129,8 +129,8 @@ def test_steps_that_are_alike_tell_of_steps_and_not_of_answers():
     for num_cached in range(400, 420):
         costs.add(load_of(1, num_cached), 0.020)
     assert costs.step_s(load_of(6, 2400)) < 0.024
-    for num_answers in range(1, 7):  # until one has
-        costs.add(load_of(num_answers, 400 * num_answers), 0.014 + 0.006 * num_answers)
+    for num_sequences in range(1, 7):  # until one has
+        costs.add(load_of(num_sequences, 400 * num_sequences), 0.014 + 0.006 * num_sequences)
     assert costs.step_s(load_of(6, 2400)) == pytest.approx(0.050, rel=0.1)
 
 

@@ -9,6 +9,8 @@ from serving_core.figures import families, gauge
 from serving_core.flags import settings_command
 from serving_core.renamed import FLAGS, METRICS, rename_arguments, rename_keys, rename_role, rename_variables
 from serving_core.shapes import preset
+from splitserve_bench.simulate.profile import read_profile
+from tests.unit.splitserve_bench.simulate_kit import PROFILE
 
 WARNING = "Warning: {} is called {} now\n"
 
@@ -88,3 +90,12 @@ def test_a_key_of_json_is_read_under_its_old_name_with_one_warning(capsys):
     for _ in range(2):
         assert rename_keys({"prefill_s": 1.0, "credit_wait_s": 2.0}) == {"prefill_s": 1.0, "kv_alloc_s": 2.0}
     assert capsys.readouterr().err == WARNING.format("the key credit_wait_s", "kv_alloc_s")
+
+
+def test_a_profile_of_the_version_before_is_read(tmp_path):
+    PROFILE.save(tmp_path / "profile.json")
+    text = (tmp_path / "profile.json").read_text()
+    old = text.replace('"kv_transfer"', '"corridor"').replace('"api_server_s"', '"door_s"')
+    assert old != text
+    (tmp_path / "profile.json").write_text(old)
+    assert read_profile(tmp_path / "profile.json") == PROFILE

@@ -25,7 +25,7 @@ def test_a_role_is_a_preset_of_a_shape(role, shape):
 def test_other_shapes_amount_to_a_role_too(shape, role):
     check_shape(shape, **LIMITS)
     assert role_of(shape) == role
-    assert (shape.reads, shape.writes) == (role != "decode", role != "prefill")
+    assert (shape.prefills, shape.decodes) == (role != "decode", role != "prefill")
 
 
 def test_every_role_can_be_taken_by_a_node_of_the_least_limits():

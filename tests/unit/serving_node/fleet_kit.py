@@ -12,7 +12,7 @@ from serving_core import reasons
 from serving_core.requests import Request, SamplingParams
 from tests.toy_kv import NUMERICS, answer_of
 from tests.unit.serving_node.fleet_node import FleetNode
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES
+from tests.unit.serving_node.scheduler_kit import BLOCK_BYTES
 
 MOST_ROUNDS = 6000
 
@@ -84,7 +84,7 @@ class Fleet:
         self.num_failures = 0
         self.num_revoked = 0
         self.num_kept = 0
-        self.num_shared = 0  # grants behind another one, whose blocks were found
+        self.num_shared = 0  # credits behind another one, whose blocks were found
         self.num_migrations_off = 0
         self.num_unlike = 0  # moves to nodes that held other blocks of the same tokens
         self.num_held_there = 0  # blocks of answers that moved which the node had that they came to
@@ -119,7 +119,7 @@ class Fleet:
             not self.to_come
             and all(ask.is_over for ask in self.all)
             and self.failed.issuperset(self.cancels)
-            and all(node.logic.is_idle and not node.works and not node.commands for node in self.nodes)
+            and all(node.scheduler.is_idle and not node.works and not node.commands for node in self.nodes)
             and all(node.num_heard == len(node.events) for node in self.nodes)
         )
 
@@ -144,7 +144,7 @@ class Fleet:
                 f" {'sending' if each.is_sending else ''}{'receiving' if each.is_receiving else ''}"
                 f"{' revoked' if each.is_revoked else ''}{' ending' if each.is_ending else ''}"
                 f" evictions {each.num_evictions}"
-                for each in node.logic.node_requests
+                for each in node.scheduler.node_requests
             ]
         return "\n".join(lines)
 
@@ -300,7 +300,7 @@ class Fleet:
         """The stream to a node breaks, and what was on it is lost; it comes back at once."""
         node.commands.clear()
         node.detached()
-        node.logic.attached()
+        node.scheduler.attached()
         node.num_heard = len(node.events)
         node.hints.clear()
         self.lost |= {each for each in [*self.cancels, *self.held] if each[0] is node}

@@ -6,7 +6,7 @@ from decode_node.preallocation import SHARED_BLOCKS
 from kv_transfer.results import Received, Sent, TransferFailed
 from serving_core import reasons
 from serving_node.decisions import CancelTransfer, Receive, Send
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, Outgoing
+from tests.unit.serving_node.scheduler_kit import BLOCK_BYTES, Node, Outgoing
 
 
 @dataclass(eq=False)
@@ -81,8 +81,8 @@ class FleetNode(Node):
 
     def check(self):
         super().check()
-        self.num_evictions.update((each.request.epoch, each.num_evictions) for each in self.logic.node_requests)
-        self.to_share.update(each for each in self.logic.node_requests if each.is_to_share)
+        self.num_evictions.update((each.request.epoch, each.num_evictions) for each in self.scheduler.node_requests)
+        self.to_share.update(each for each in self.scheduler.node_requests if each.is_to_share)
 
     def carry_out(self, decision):
         match decision:
@@ -91,7 +91,7 @@ class FleetNode(Node):
             case Send(epoch=epoch, descriptor=descriptor, block_ids=block_ids):
                 assert epoch not in self.sending
                 channel = self.fleet.channels[descriptor]
-                node_request = next(each for each in self.logic.node_requests if each.request.epoch == epoch)
+                node_request = next(each for each in self.scheduler.node_requests if each.request.epoch == epoch)
                 assert (channel.epoch == epoch) == node_request.only_prefills
                 channel.sender, channel.sender_epoch = self, epoch
                 self.sending[channel.sender_epoch] = Outgoing(descriptor, list(block_ids))
@@ -101,7 +101,7 @@ class FleetNode(Node):
                 super().carry_out(decision)
 
     def _open(self, node_request, num_blocks):
-        self.grants_at_once = False
+        self.credits_at_once = False
         super()._open(node_request, num_blocks)
         opened = self.opened[node_request.request.epoch]
         self.fleet.num_shared += node_request in self.to_share and opened.num_cached >= SHARED_BLOCKS

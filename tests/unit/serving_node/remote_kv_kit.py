@@ -14,7 +14,7 @@ from serving_node.distributed_kv.source import RETRY_S
 from serving_node.scheduler import Limits, NodeScheduler
 from serving_node.worker import Worker
 from tests.toy_kv import FINGERPRINT, HERE
-from tests.unit.serving_node.logic_kit import LAYOUT, Ports, prompt_of
+from tests.unit.serving_node.scheduler_kit import LAYOUT, Ports, prompt_of
 
 TILE = 8  # tokens, two blocks
 
@@ -38,7 +38,7 @@ class LongNode(Ports):
     def __init__(self, num_slots=8, tile=TILE, num_blocks=8):
         self.allocator, self.now = BlockAllocator(num_blocks), 0.0
         self.kv = {}  # by block and place in it: which token, behind which others
-        self.logic = NodeScheduler(
+        self.scheduler = NodeScheduler(
             self.allocator,
             LAYOUT,
             Limits(16, num_slots, 100, 30.0, 60.0, tile_tokens=tile),
@@ -51,7 +51,7 @@ class LongNode(Ports):
             rates=StepRates(),
             costs=StepCosts(),
         )
-        self.worker = worker = Worker(self.logic, self, self)
+        self.worker = worker = Worker(self.scheduler, self, self)
         worker.engine = worker.transfers = worker.remote_kvs = self
         self.openings, self.closed, self.told = [], [], []
         self.revoked = []  # numbers of remote KV
@@ -68,20 +68,20 @@ class LongNode(Ports):
         wire = convert.job_to_wire(request, age)
         wire.kv_holders.extend(holders)
         self.do(fleet_pb2.NodeCommand(reserve=fleet_pb2.Reserve(job=wire, local_prefill=True)))
-        return self.logic.node_requests.find(request)
+        return self.scheduler.node_requests.find(request)
 
     def read_for_another(self, name, age, num_tokens):
         request = _request(name, age, num_tokens)
         job = convert.job_to_wire(request, age)
         self.do(fleet_pb2.NodeCommand(prefill=fleet_pb2.Prefill(job=job), attempt=job.attempt))
-        return self.logic.node_requests.find(request)
+        return self.scheduler.node_requests.find(request)
 
     def await_prompt(self, name, age, num_tokens=3):
         """Another node reads it, and it is to be answered here."""
         request = _request(name, age, num_tokens)
         reserve = fleet_pb2.Reserve(job=convert.job_to_wire(request, age), prefill_tp_size=1)
         self.do(fleet_pb2.NodeCommand(reserve=reserve))
-        return self.logic.node_requests.find(request)
+        return self.scheduler.node_requests.find(request)
 
     def do(self, command):
         self.worker.handle(command)
@@ -109,7 +109,7 @@ class LongNode(Ports):
 
     def check(self):
         self.allocator.check_integrity()
-        self.logic.node_requests.check_integrity()
+        self.scheduler.node_requests.check_integrity()
 
     def compute(self, beside=lambda: None, step_s=0.1):
         works = self.worker.plan()
@@ -128,7 +128,7 @@ class LongNode(Ports):
     def _put_kv(self, work):
         """All of it that was computed before lies where it was."""
         token_ids = work.request.token_ids
-        node_request = self.logic.node_requests.of(work.request)
+        node_request = self.scheduler.node_requests.of(work.request)
         num_away, whose = node_request.num_remote_blocks, work.request.request_id if node_request.distributed else ""
         away = [(remote_kv.holder, block) for remote_kv in work.request.remote_kvs for block in remote_kv.block_ids]
         table = away[:num_away] + [(self, block) for block in work.block_ids[num_away:]]
@@ -168,7 +168,7 @@ class LongNode(Ports):
 
     def load(self):
         load = inference_pb2.NodeLoad()
-        self.logic.fill(load)
+        self.scheduler.fill(load)
         return load
 
     def tick(self, now):
@@ -228,7 +228,7 @@ class Fellows:
 
     def _settle(self):
         """Blocks that are let go or taken back are free at once. Whose these were learns of it when it asks next."""
-        for node_request in [each for node in self.nodes for each in node.logic.node_requests]:
+        for node_request in [each for node in self.nodes for each in node.scheduler.node_requests]:
             for remote_kv in node_request.request.remote_kvs:
                 remote_kv.is_revoked |= remote_kv.number in remote_kv.holder.revoked
         for node in self.nodes:

@@ -1,4 +1,4 @@
-"""A node's logic under a clock that only counts: steps take what a formula says, times some noise."""
+"""A node's scheduler under a clock that only counts: steps take what a formula says, times some noise."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from serving_core.shapes import preset
 from serving_node.scheduler import Limits, NodeScheduler
 from serving_node.worker import Worker
 from tests.toy_kv import FINGERPRINT, HERE
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES, LAYOUT, Ports
+from tests.unit.serving_node.scheduler_kit import BLOCK_BYTES, LAYOUT, Ports
 
 BUDGET = 512
 
@@ -66,7 +66,7 @@ class Clocked(Ports):
         self.weights, self.noise = true_weights, noise
         self.now = 0.0
         self.asked = []
-        self.logic = NodeScheduler(
+        self.scheduler = NodeScheduler(
             BlockAllocator(100_000, caching=False),
             LAYOUT,
             Limits(BUDGET, slots, 1000, 30.0, 60.0),
@@ -79,7 +79,7 @@ class Clocked(Ports):
             rates=StepRates(),
             costs=costs,
         )
-        self.worker = Worker(self.logic, self, self)
+        self.worker = Worker(self.scheduler, self, self)
         self.worker.engine = self
 
     def ask(self, asked):
@@ -97,8 +97,8 @@ class Clocked(Ports):
     def run(self, load):
         """All of these, each when it is due, to the end of the last; yields the steps."""
         waiting = sorted(load, key=lambda asked: asked.at_s, reverse=True)
-        while waiting or not self.logic.is_idle:
-            if self.logic.is_idle:
+        while waiting or not self.scheduler.is_idle:
+            if self.scheduler.is_idle:
                 self.now = max(self.now, waiting[-1].at_s)
             while waiting and waiting[-1].at_s <= self.now:
                 self.ask(waiting.pop())
@@ -107,7 +107,7 @@ class Clocked(Ports):
     def step(self):
         works = self.worker.plan()
         assert works, "the node stands still"
-        node_requests = {each.request.request_id: each for each in self.logic.node_requests}
+        node_requests = {each.request.request_id: each for each in self.scheduler.node_requests}
         answers = [work for work in works if node_requests[work.request.request_id].state is RequestState.RUNNING]
         bare, whole = (StepLoad(len(answers), sum(work.start for work in answers)) for _ in range(2))
         for work in works[len(answers) :]:

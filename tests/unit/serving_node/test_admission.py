@@ -91,11 +91,11 @@ def test_a_prompt_whose_blocks_come_from_elsewhere_waits_for_them(only_prefills)
     assert asked == [(queued, 2)]  # a block for each answer is to be left
 
 
-@pytest.mark.parametrize(("num_answers", "may_start"), [(2, True), (3, False)])
-def test_no_more_are_to_be_answered_than_can_be_in_time(num_answers, may_start):
+@pytest.mark.parametrize(("num_sequences", "may_start"), [(2, True), (3, False)])
+def test_no_more_are_to_be_answered_than_can_be_in_time(num_sequences, may_start):
     """A step takes 10 ms, and 2 for each answer: with three of them 16, which the limit allows, stretched."""
     node = Node(num_slots=8, costs=ExactCosts((0.010, 0.002, 0.0, 0.0, 0.0, 0.0)))
-    for age in range(num_answers):
+    for age in range(num_sequences):
         node.add(f"answer-{age}", age, RequestState.RUNNING, 1, due=Due(tpot_s=0.0125))
     node.add("answered elsewhere", 7, RequestState.PREFILLING, 5, only_prefills=True, due=Due(tpot_s=0.012))
     own = node.add("own", 8, RequestState.WAITING, 5)
@@ -181,7 +181,7 @@ def test_what_is_younger_than_a_claim_leaves_a_tile(num_tokens, age, may_start):
 
 
 @pytest.mark.parametrize(("age", "lacks", "is_granted"), [(3, True, False), (3, False, True), (9, True, True)])
-def test_a_prompt_with_hosts_that_lacks_blocks_comes_before_younger_grants(age, lacks, is_granted):
+def test_a_prompt_with_hosts_that_lacks_blocks_comes_before_younger_credits(age, lacks, is_granted):
     node = Node()
     node.add(
         "growing", age, RequestState.PREFILLING, 8, num_computed=8 if lacks else 7, holders=HOLDERS

@@ -96,7 +96,7 @@ def test_one_that_would_catch_up_is_let():
     answer, prompt = Asked(0.0, 10, 60, 0.012), Asked(0.05, 400, 1)
     steps = node.run([answer, prompt])
     next(steps)
-    (node_request,) = node.logic.node_requests
+    (node_request,) = node.scheduler.node_requests
     node_request.due.began_s -= 0.02  # its KV was on its way so long
     late_s = [step.ended_s - step.due_s[0] for step in steps if step.due_s]
     assert late_s[0] > 0

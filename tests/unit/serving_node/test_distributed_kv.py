@@ -23,9 +23,9 @@ from serving_node.distributed_kv.source import PATIENCE_S, RETRY_S
 from serving_node.link import LinkSettings
 from serving_node.settings import NodeSettings, check_network
 from tests.tls_kit import authority, flags_of
-from tests.unit.serving_node.logic_kit import LAYOUT
 from tests.unit.serving_node.remote_kv_kit import TILE, Fellows, LongNode
 from tests.unit.serving_node.runner_kit import DEADLINE_S
+from tests.unit.serving_node.scheduler_kit import LAYOUT
 
 
 def test_a_long_answer_leaves_its_oldest_tiles_and_ends():
@@ -36,7 +36,7 @@ def test_a_long_answer_leaves_its_oldest_tiles_and_ends():
     assert len(node.closed) >= (100 - 32) // TILE
     assert "step_tokens" in node.told
     assert node.allocator.num_free == 8
-    assert node.logic.is_idle
+    assert node.scheduler.is_idle
 
 
 def test_a_long_prompt_is_read_in_what_fits():
@@ -85,7 +85,7 @@ def test_what_does_not_fit_beside_the_tiles_of_others_is_told_so_and_the_rest_go
     node.ask("small", 2, 2, 4)
     while node.compute():
         pass
-    assert not len(node.logic.node_requests)
+    assert not len(node.scheduler.node_requests)
     assert node.told.count("failed") == 1
     assert node.told.count("first_token") == (1 if num_prompt == 14 else 2)
 
@@ -108,7 +108,7 @@ def test_a_long_one_that_is_older_gets_room_from_those_that_are_read(is_kept):
         if node.opening is not None:
             node.put(1)
     assert long.request.num_output_tokens == 2
-    assert long not in node.logic.node_requests
+    assert long not in node.scheduler.node_requests
 
 
 def test_its_longest_step_is_told_to_hosts():
@@ -130,13 +130,13 @@ def test_hosts_without_room_are_asked_again_and_then_it_fails():
         asked_s.append(node.now)
         asked_again.append(node.opening.is_again)
         node.put(0)
-        node.tick(node.logic.wake_at_s)
+        node.tick(node.scheduler.wake_at_s)
     assert "failed" in node.told
     assert asked_again == [False] + [True] * (len(asked_s) - 1)
     assert asked_s[1] == asked_s[0]  # at once, so that room is made
     assert np.diff(asked_s[1:]) == pytest.approx(RETRY_S)
     assert 0 < node.now - asked_s[0] - PATIENCE_S <= 2 * RETRY_S
-    assert node.logic.is_idle
+    assert node.scheduler.is_idle
     assert node.allocator.num_free == 8
 
 
@@ -145,9 +145,9 @@ def test_of_those_that_wait_for_each_others_blocks_the_younger_gives_way():
     too, or is turned away."""
     two = Fellows()
     older, _ = (node.long(28, max_tokens=24, age=age) for age, node in enumerate(two.nodes))
-    while not all(node.logic.is_idle for node in two.nodes):
+    while not all(node.scheduler.is_idle for node in two.nodes):
         two.go_on()
-        if older in two.nodes[0].logic.node_requests:
+        if older in two.nodes[0].scheduler.node_requests:
             assert two.nodes[0].now < PATIENCE_S
     assert older.request.num_output_tokens == 24
     assert "failed" not in two.nodes[0].told
@@ -164,7 +164,7 @@ def test_nobody_gives_way_to_a_younger_one_nor_in_vain(age, num_hosted):
     node.put(0)
     assert bool(node.lease_remote_kv(1, age)) == bool(num_hosted)
     assert (long.state is RequestState.WAITING) == bool(num_hosted)
-    node.logic.distributed_kv.held_kv.release(2)
+    node.scheduler.distributed_kv.held_kv.release(2)
     assert len(node.lease_remote_kv(9, age=2)) == 6 * num_hosted  # three quarters, or nothing
 
 
@@ -200,10 +200,10 @@ class BusyHolder(LongNode):
 
     def go_on(self, beside=lambda: None):
         """One step of short ones that come and go, without end; and a tick, if one is due."""
-        while self.logic.node_requests.count(RequestState.WAITING) < 3:
+        while self.scheduler.node_requests.count(RequestState.WAITING) < 3:
             self._next_age += 1
             self.ask(f"short-{self._next_age}", self._next_age, 5, max_tokens=3)
-        if (wake_at_s := self.logic.wake_at_s) is not None and self.now >= wake_at_s:
+        if (wake_at_s := self.scheduler.wake_at_s) is not None and self.now >= wake_at_s:
             self.tick(self.now)
         self.compute(beside)
 
@@ -247,9 +247,9 @@ def test_nobody_waits_for_one_that_does_not_ask_any_more(step_s, waits_s):
     while node.compute():
         assert node.now < ends_s
     assert large.state is RequestState.WAITING
-    assert node.logic.wake_at_s == pytest.approx(ends_s)
+    assert node.scheduler.wake_at_s == pytest.approx(ends_s)
     node.tick(ends_s)
-    assert node.logic.wake_at_s is None
+    assert node.scheduler.wake_at_s is None
     assert node.compute()
 
 
@@ -286,7 +286,7 @@ def test_nobody_gives_way_to_what_may_not_start():
     waiting = node.ask("waiting", 5, 20, max_tokens=2)
     while node.compute():
         pass
-    assert filling not in node.logic.node_requests
+    assert filling not in node.scheduler.node_requests
     assert [waiting.state, read.state] == [RequestState.WAITING, RequestState.PREFILLED]
     assert len(node.lease_remote_kv(1, age=1)) == 4
 
@@ -304,7 +304,7 @@ def test_a_long_answer_gives_way_to_an_older_one_that_has_waited():
     assert younger.state is RequestState.WAITING
     node.worker.release_remote_kv(node.num_asked)
     node.tick(node.now + LAPSE_S)
-    while younger in node.logic.node_requests:
+    while younger in node.scheduler.node_requests:
         assert node.compute()
     assert younger.request.num_output_tokens == 14
 
@@ -317,9 +317,9 @@ def test_nobody_gives_way_to_one_that_has_asked_once():
     while node.compute():
         node.tick(node.now + 1)
     assert node.now > HOLD_S
-    assert younger not in node.logic.node_requests
+    assert younger not in node.scheduler.node_requests
     assert younger.request.num_output_tokens == 14
-    assert node.logic.steps.num_prompt_tokens == 17  # it was read once
+    assert node.scheduler.steps.num_prompt_tokens == 17  # it was read once
 
 
 def test_nobody_waits_where_older_ones_leave_too_little():
@@ -330,7 +330,7 @@ def test_nobody_waits_where_older_ones_leave_too_little():
     node.ask("short", 3, 2, max_tokens=1)
     node.compute()
     assert node.told.count("first_token") == 2
-    assert older in node.logic.node_requests
+    assert older in node.scheduler.node_requests
 
 
 def test_a_younger_one_that_is_longer_than_this_pool_leaves_room_too():

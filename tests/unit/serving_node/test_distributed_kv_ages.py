@@ -11,8 +11,8 @@ from serving_core.node.requests import RequestState
 from serving_node.distributed_kv.holder import HOLD_S
 from serving_node.distributed_kv.source import RETRY_S
 from tests.effort import few
-from tests.unit.serving_node.logic_kit import LAYOUT
 from tests.unit.serving_node.remote_kv_kit import Fellows, LongNode
+from tests.unit.serving_node.scheduler_kit import LAYOUT
 
 MOST_ROUNDS = 6000
 ASK_AGAIN_S = 1.0
@@ -64,7 +64,7 @@ class Load(Fellows):
 
     def num_held_before(self, node, age):
         """Blocks of the node that older requests of others have."""
-        older = [each for other in self.nodes for each in other.logic.node_requests if each.age < age]
+        older = [each for other in self.nodes for each in other.scheduler.node_requests if each.age < age]
         remote_kvs = [remote_kv for each in older for remote_kv in each.request.remote_kvs if remote_kv.holder is node]
         return sum(len(remote_kv.block_ids) for remote_kv in remote_kvs)
 
@@ -75,7 +75,7 @@ class Load(Fellows):
                 self.go_on()
         for number in range(MOST_ROUNDS):
             self.go_on()
-            if not self.waiting and all(node.logic.is_idle for node in self.nodes):
+            if not self.waiting and all(node.scheduler.is_idle for node in self.nodes):
                 return number
         raise AssertionError("no end")
 
@@ -217,4 +217,4 @@ def test_nobody_waits_for_one_that_older_ones_leave_no_place():
     node = LongNode()
     node.lease_remote_kv(3, age=4)
     assert not node.lease_remote_kv(1, age=5, is_again=True)
-    assert node.logic.wake_at_s is None
+    assert node.scheduler.wake_at_s is None

@@ -9,8 +9,8 @@ from serving_core.node.requests import RequestState
 from serving_core.requests import MEAN, Pooling
 from serving_node.distributed_kv.holder import HOLD_S
 from serving_node.distributed_kv.source import PATIENCE_S, RETRY_S
-from tests.unit.serving_node.logic_kit import LAYOUT
 from tests.unit.serving_node.remote_kv_kit import TILE, Fellows, LongNode
+from tests.unit.serving_node.scheduler_kit import LAYOUT
 
 
 class Refused(LongNode):
@@ -20,7 +20,7 @@ class Refused(LongNode):
         """They are asked, and asked again at once."""
         while self.opening is not None:
             self.put(0)
-            if self.logic.wake_at_s is not None and self.now >= self.logic.wake_at_s:
+            if self.scheduler.wake_at_s is not None and self.now >= self.scheduler.wake_at_s:
                 self.tick(self.now)
 
     def fill(self, num_prompt, max_tokens, age=2):
@@ -46,7 +46,7 @@ def test_an_older_answer_takes_no_more_of_a_long_request_than_it_lacks(num_tiles
     long = node.fill(num_prompt, max_tokens=100)
     node.put(num_tiles)
     most, num_lost = 0, 0
-    while older in node.logic.node_requests:
+    while older in node.scheduler.node_requests:
         num_left = 32 + num_tiles * TILE - len(older.lease.block_ids) * LAYOUT.block_size
         most = max(most, long.num_computed)
         assert long.num_computed >= min(most, num_left - 2 * LAYOUT.block_size)
@@ -67,7 +67,7 @@ def test_a_prompt_whose_mean_is_wanted_begins_again():
     long.request.pooling = Pooling(MEAN)
     num_before = 0
     while long.num_computed >= num_before:
-        assert older in node.logic.node_requests
+        assert older in node.scheduler.node_requests
         num_before = long.num_computed
         node.go_on()
     assert num_before > long.num_computed + 2 * LAYOUT.block_size
@@ -98,7 +98,7 @@ def test_hosts_are_asked_again_as_soon_as_a_step_is_done_that_was_running():
     def is_due():
         node.tick(node.now + 2 * RETRY_S)
         assert node.opening is None
-        assert node.logic.wake_at_s is None  # or it would be woken without end
+        assert node.scheduler.wake_at_s is None  # or it would be woken without end
 
     assert node.compute(is_due) == 4
     assert node.opening.is_again
@@ -113,7 +113,7 @@ def test_one_that_gets_a_block_now_and_then_loses_patience_too():
         until_s = node.now + 5
         while node.now < until_s:
             node.go_on()
-    assert long not in node.logic.node_requests
+    assert long not in node.scheduler.node_requests
     assert node.told.count("failed") == 1
 
 
@@ -125,7 +125,7 @@ def test_one_whose_hosts_have_room_now_and_then_is_patient_for_each():
         while node.now < asked_s + PATIENCE_S / 2 or node.opening is None:
             node.go_on()
         node.put(1)
-    assert long in node.logic.node_requests
+    assert long in node.scheduler.node_requests
 
 
 def test_blocks_that_come_free_are_not_granted_to_what_is_younger_than_a_prompt_that_lacks_some():
@@ -134,12 +134,12 @@ def test_blocks_that_come_free_are_not_granted_to_what_is_younger_than_a_prompt_
     long = node.fill(70, max_tokens=2)
     node.refuse()
     younger = node.await_prompt("younger", 5)
-    while older in node.logic.node_requests:
+    while older in node.scheduler.node_requests:
         node.go_on()
     node.go_on()
     assert younger.state is RequestState.WAITING_FOR_BLOCKS
     assert len(long.lease.block_ids) == 8
-    while long in node.logic.node_requests:
+    while long in node.scheduler.node_requests:
         node.tick(node.now + RETRY_S)
         if node.opening is not None:
             node.put(1)
@@ -155,7 +155,7 @@ def test_what_has_only_its_hosts_to_go_on_with_is_turned_away_once_they_have_had
     node.lease_remote_kv(9, age=0)
     long = node.fill(20, max_tokens=2)
     long.distributed.longest_step_s, asked_s = step_s, node.now
-    while long in node.logic.node_requests:
+    while long in node.scheduler.node_requests:
         assert node.now < PATIENCE_S / 2
         node.go_on()
     assert "failed" in node.told
@@ -225,7 +225,7 @@ def test_long_and_short_ones_that_come_in_any_order_all_end(seed):
             two.go_on()
     for _ in range(2000):
         two.go_on()
-        if all(node.logic.is_idle for node in two.nodes):
+        if all(node.scheduler.is_idle for node in two.nodes):
             break
     assert all(node.allocator.num_free == 8 for node in two.nodes)
     num_whole = sum(each.request.num_output_tokens == each.request.sampling.max_tokens for each in asked)

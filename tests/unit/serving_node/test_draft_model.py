@@ -17,7 +17,7 @@ from serving_node.settings import NodeSettings
 from serving_node.step_loop import propose
 from tests.tiny_models import VOCAB_SIZE, write_fake_model, write_tiny_llama
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import Node, prompt_of
+from tests.unit.serving_node.scheduler_kit import Node, prompt_of
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ class ToyDrafter:
         self.num_calls += 1
         if self._error is not None:
             raise self._error
-        (request,) = [node_request.request for node_request in self._node.logic.node_requests]
+        (request,) = [node_request.request for node_request in self._node.scheduler.node_requests]
         return [answer_of(request.token_ids, work.num_draft_tokens) for work in works]
 
 
@@ -137,10 +137,10 @@ def stepper():
 
 async def answered(node, stepper, drafter):
     """Whether the answer is what it would be without."""
-    await propose(drafter, node.logic.speculation.drafts, stepper)
+    await propose(drafter, node.scheduler.speculation.drafts, stepper)
     while node.step():
-        await propose(drafter, node.logic.speculation.drafts, stepper)
-    node.logic.speculation.drafts.check_integrity()
+        await propose(drafter, node.scheduler.speculation.drafts, stepper)
+    node.scheduler.speculation.drafts.check_integrity()
     node.check_empty()
     return node.tokens("a") == answer_of(PROMPT, NUM_TOKENS)[1:]
 
@@ -149,7 +149,7 @@ async def test_what_it_writes_comes(node, stepper):
     drafter = ToyDrafter(stepper, node)
     assert await answered(node, stepper, drafter)
     assert drafter.num_calls > 1
-    assert node.logic.speculation.counts.num_accepted > 0
+    assert node.scheduler.speculation.counts.num_accepted > 0
     assert stepper.num_steps == 0, "it takes no step"
 
 
@@ -157,7 +157,7 @@ async def test_one_that_fails_is_used_no_more(node, stepper, caplog):
     drafter = ToyDrafter(stepper, node, ValueError("odd"))
     assert await answered(node, stepper, drafter)
     assert drafter.num_calls == 1
-    assert node.logic.speculation.counts.num_proposed == 0
+    assert node.scheduler.speculation.counts.num_proposed == 0
     assert [record.message for record in caplog.records] == [
         "the draft model failed: there are no draft tokens any more"
     ]

@@ -26,13 +26,13 @@ def test_steps_are_counted_by_what_they_held():
     counts = StepCounts()
     chunk = StepLoad()
     chunk.add_chunk(0, 100)
-    mixed = StepLoad(num_answers=3)
+    mixed = StepLoad(num_sequences=3)
     mixed.add_chunk(100, 20)
     for load, step_s in (
         (chunk, 0.5),
         (mixed, 0.25),
-        (StepLoad(num_answers=4), 0.125),
-        (StepLoad(num_answers=4), 0.125),
+        (StepLoad(num_sequences=4), 0.125),
+        (StepLoad(num_sequences=4), 0.125),
     ):
         counts.add(load, step_s)
     seconds = {phase: (sum(each.counts), each.sum) for phase, each in counts.seconds.items()}

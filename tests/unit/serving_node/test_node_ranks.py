@@ -72,7 +72,7 @@ class Ends:
 
 
 class Node:
-    """The ranks of a node without its logic: their stores and ends, and what rank 0 hears."""
+    """The ranks of a node without its scheduler: their stores and ends, and what rank 0 hears."""
 
     def __init__(self, network, name, tp_size, seed, *, may_lag=False):
         whole = ByteStore(LAYOUT, NUM_BLOCKS, seed=seed)
@@ -143,7 +143,7 @@ class Node:
         self.transfers.open(descriptor, block_ids)
 
     async def open_to(self, source, epoch, **cached):
-        """Grants all blocks to what `source` sends; gives the descriptor."""
+        """Credits all blocks to what `source` sends; gives the descriptor."""
         descriptor = self.descriptor(epoch, source, **cached)
         self.receive(descriptor)
         await self.received.until(lambda: epoch in self.received.granted)

@@ -1,4 +1,4 @@
-"""Blocks that one node's logic lends another one's, over KV that tells whether what a step reads is that of its own
+"""Blocks that one node's scheduler lends another one's, over KV that tells whether what a step reads is that of its own
 tokens, and whether a block's name is what its bits depend on."""
 
 import random
@@ -10,7 +10,7 @@ from protos import convert, fleet_pb2
 from serving_node.kv_offload import LOAD_DEADLINE_S, MAX_FETCHED, MAX_LOADS, OffloadPlan
 from tests.effort import few
 from tests.toy_kv import NUMERICS, answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, Node, a_descriptor, prompt_of
+from tests.unit.serving_node.scheduler_kit import BLOCK_BYTES, BLOCK_SIZE, Node, a_descriptor, prompt_of
 from tests.unit.serving_node.slack_kit import ExactCosts
 
 EPOCH = 1000
@@ -74,7 +74,7 @@ def read_out(reader):
     """The prompt is read, as if it had never waited, and let go."""
     shares = [share for step in reader.steps() for share in step]
     assert reader.tokens("next") == answer_of(NEXT, 1)
-    (node_request,) = reader.logic.node_requests
+    (node_request,) = reader.scheduler.node_requests
     reader.cancel(node_request.request)
     return shares
 
@@ -180,7 +180,7 @@ def read_before_the_end(reader):
 def test_what_is_late_is_computed():
     reader = Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
-    assert reader.logic.wake_at_s == PATIENCE_S
+    assert reader.scheduler.wake_at_s == PATIENCE_S
     reader.tick(PATIENCE_S - 0.1)
     assert reader.begin() == []
     reader.tick(PATIENCE_S)
@@ -203,7 +203,7 @@ def test_what_comes_after_patience_is_over_is_for_others_and_takes_nothing_from_
     received = send(node, reader)
     reader.tick(PATIENCE_S)
     assert reader.step() == [("next", 0, len(NEXT))]
-    (node_request,) = reader.logic.node_requests
+    (node_request,) = reader.scheduler.node_requests
     held = list(node_request.names.names), list(node_request.names.numerics_ids)
     reader.worker.received(EPOCH, received)
     reader.check()
@@ -217,7 +217,7 @@ def test_a_tail_that_tells_of_more_than_came_is_not_believed():
     send_prefix = asked_to_lend(node, reader)
     for tail, num_bytes in ((send_prefix.tail, 5 * BLOCK_BYTES), (b"\xff", 600)):
         reader.prefix_fetch_begun.pop(EPOCH, None)
-        if ("remote prefix fetch", EPOCH) in [holder for holder, _ in reader.logic.leases]:
+        if ("remote prefix fetch", EPOCH) in [holder for holder, _ in reader.scheduler.leases]:
             reader.worker.received(EPOCH, Received(tail, num_bytes))
             reader.check()
     assert reader.event("next", "prefix_fetch_ended").num_blocks == 0
@@ -228,7 +228,7 @@ def test_a_prompt_that_is_cancelled_while_its_blocks_come():
     node, reader = source(), Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
     asked_to_lend(node, reader)
-    (node_request,) = reader.logic.node_requests
+    (node_request,) = reader.scheduler.node_requests
     reader.cancel(node_request.request)
     carry(node, reader)  # for whoever asks again
     assert reader.load.num_blocks_leaked == 0

@@ -1,4 +1,4 @@
-"""A node's logic with a second tier, over KV that tells whether what a step reads is that of its own tokens."""
+"""A node's scheduler with a second tier, over KV that tells whether what a step reads is that of its own tokens."""
 
 import asyncio
 import random
@@ -17,9 +17,9 @@ from serving_node import kv_offload, scheduler
 from serving_node.kv_offload import LOAD_DEADLINE_S, KVOffload, OffloadPlan
 from tests.effort import few
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, Node, prompt_of
 from tests.unit.serving_node.runner_kit import BLOCK_SIZE as RUNNER_BLOCK_SIZE
 from tests.unit.serving_node.runner_kit import answer_on_paper, running, told
+from tests.unit.serving_node.scheduler_kit import BLOCK_BYTES, BLOCK_SIZE, Node, prompt_of
 
 ALWAYS = OffloadPlan(num_host=8, num_disk=16, host_s=0.001, disk_s=0.01, reads_always=True)
 NUM_TILES = 3  # of 256 tokens, that a node holds for another one
@@ -110,7 +110,7 @@ def test_what_could_not_be_copied_is_copied_another_time(is_told):
     """Two prompts of 12 blocks that drive each other out, of which 4 can be copied at once. Where nobody tells, as of
     what another rank lacks, a read finds out, and then of all that it does not find."""
     node = Node(num_blocks=14, tier=OffloadPlan(num_host=40, host_s=0.001, reads_always=True))
-    node.most_spilled = 4
+    node.most_offloaded = 4
     node.tells_lost = is_told
     for turn in range(10):
         before = node.load.num_cached_tokens
@@ -131,7 +131,7 @@ def test_what_takes_too_long_is_computed():
     node.local("c", first, salt="")
     node.begin()
     (load_id,) = node.loads
-    assert node.logic.wake_at_s == node.now + LOAD_DEADLINE_S
+    assert node.scheduler.wake_at_s == node.now + LOAD_DEADLINE_S
     node.tick(node.now + LOAD_DEADLINE_S)
     assert not node.loads
     node.worker.loaded(load_id, 4)  # too late
@@ -180,7 +180,11 @@ def test_a_prompt_that_cannot_start_yet_finds_once_that_reading_does_not_pay(mad
     ask(node, "a", prompt_of(20))
     ask(node, "b", prompt_of(20, first=1))
     node.local("c", prompt_of(20), salt="")
-    (tier,), (rates,), (node_request,) = made.tiers, made.rates, node.logic.node_requests.in_state(RequestState.WAITING)
+    (tier,), (rates,), (node_request,) = (
+        made.tiers,
+        made.rates,
+        node.scheduler.node_requests.in_state(RequestState.WAITING),
+    )
     rates.add([0], 1.0)
     before_s = rates.expected_s([0])
     assert not tier.must_wait(node_request, 0, node.now)
@@ -247,7 +251,7 @@ def test_never_a_wrong_token(seed, is_batch_invariant):
     tier = OffloadPlan(rng.randint(0, 6), rng.randint(1, 10), 0.001, 0.001, reads_always=True)
     node = Node(num_blocks=14, budget=16, slots=3, tier=tier, is_batch_invariant=is_batch_invariant)
     node.loads_at_once = False
-    node.most_spilled = rng.choice([1, 3, 14])
+    node.most_offloaded = rng.choice([1, 3, 14])
     asked = {}
     for number in range(60):
         name, length = str(number), rng.randint(1, 30)
@@ -275,7 +279,7 @@ def test_never_a_wrong_token(seed, is_batch_invariant):
 
 async def test_a_whole_node_whose_memory_takes_one_block_at_once(tmp_path, monkeypatch):
     """Two prompts of eight blocks that drive each other out of the pool: in the end all comes from the second tier."""
-    monkeypatch.setattr(tier_store, "SPILLED_BYTES", 1)
+    monkeypatch.setattr(tier_store, "OFFLOADED_BYTES", 1)
     prompts = [[(place * place + first) % 97 for place in range(8 * RUNNER_BLOCK_SIZE + 1)] for first in (1, 2)]
     async with running(tmp_path, num_blocks=10, num_tier_blocks=40) as node:
         for turn in range(24):

@@ -25,8 +25,8 @@ CHUNK = 512
 TRUE = (0.004, 0.0015, 2e-6, 0.003, 0.004, 2e-6, 0.0)
 
 
-def load_of(num_answers, num_cached, *chunks):
-    load = StepLoad(num_answers, num_cached)
+def load_of(num_sequences, num_cached, *chunks):
+    load = StepLoad(num_sequences, num_cached)
     for start, num_tokens in chunks:
         load.add_chunk(start, num_tokens)
     return load

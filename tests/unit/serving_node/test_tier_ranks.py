@@ -14,7 +14,7 @@ from protos import ranks_pb2
 from serving_core.layout import KVLayout
 from serving_core.node.tiers import Copies
 from serving_core.requests import Request, SamplingParams, Work
-from serving_node.decisions import CancelLoad, Load, Spill
+from serving_node.decisions import CancelLoad, Load, Offload
 from serving_node.ranks.follower import Follower
 from serving_node.ranks.tiers import NodeTier
 from tests.unit.serving_node.rank_kit import crew
@@ -94,7 +94,7 @@ async def test_a_load_is_done_when_all_ranks_have_done_it(monkeypatch):
         for rank, pool in enumerate(ranks.pools):
             fill(pool, 0, 10 + rank)
             fill(pool, 1, 20 + rank)
-        ranks.tier.carry_out(Spill(Copies([], [0, 1], [0, 3])))
+        ranks.tier.carry_out(Offload(Copies([], [0, 1], [0, 3])))
         ranks.tier.carry_out(Load(1, [0, 3], [3, 2]))
         assert await ranks.next_loaded() == (1, 2)
         assert [value_of(pool, 3) for pool in ranks.pools] == [10, 11]
@@ -105,22 +105,22 @@ async def test_a_load_is_done_when_all_ranks_have_done_it(monkeypatch):
 
 
 async def test_what_rank_0_could_not_copy_is_told(monkeypatch):
-    monkeypatch.setattr(tier_store, "SPILLED_BYTES", LAYOUT.block_bytes)
+    monkeypatch.setattr(tier_store, "OFFLOADED_BYTES", LAYOUT.block_bytes)
     async with two_ranks(monkeypatch) as ranks:
-        ranks.tier.carry_out(Spill(Copies([], [0, 1], [1, 0])))
+        ranks.tier.carry_out(Offload(Copies([], [0, 1], [1, 0])))
         assert ranks.lost == [1]
         ranks.tier.carry_out(Load(1, [0], [3]))
         assert await ranks.next_loaded() == (1, 1)
 
 
 async def test_a_follower_copies_what_its_steps_have_written(monkeypatch):
-    """And lets nobody write to a block before: grants wait for the copy, where they would not wait for the step."""
+    """And lets nobody write to a block before: credits wait for the copy, where they would not wait for the step."""
     async with two_ranks(monkeypatch) as ranks:
         fill(ranks.pools[1], 0, 5)
         request = Request("r", 1, [1, 2], 2, SamplingParams(max_tokens=1))
         ranks.followers.announce([Work(request, 0, 2, [0])])
         ranks.followers.send(credit=ranks_pb2.Credit(epoch=6))
-        ranks.tier.carry_out(Spill(Copies([], [0], [0])))
+        ranks.tier.carry_out(Offload(Copies([], [0], [0])))
         ranks.followers.send(credit=ranks_pb2.Credit(epoch=7))
         ranks.tier.carry_out(Load(1, [0], [2]))
         async with asyncio.timeout(DEADLINE_S):
@@ -138,9 +138,9 @@ async def test_a_cancel_does_not_overtake_the_grant_that_waited_for_a_copy(monke
     async with two_ranks(monkeypatch) as ranks:
         request = Request("r", 1, [1, 2], 2, SamplingParams(max_tokens=1))
         copied = asyncio.Event()
-        monkeypatch.setattr(ranks.stores[1], "spill", lambda copies: copied.set())
+        monkeypatch.setattr(ranks.stores[1], "offload", lambda copies: copied.set())
         ranks.followers.announce([Work(request, 0, 2, [0])])
-        ranks.tier.carry_out(Spill(Copies([], [0], [0])))
+        ranks.tier.carry_out(Offload(Copies([], [0], [0])))
         ranks.followers.announce([Work(request, 0, 2, [0])])
         ranks.followers.send(credit=ranks_pb2.Credit(epoch=7))
         ranks.lets_step_end.set()
@@ -154,7 +154,7 @@ async def test_a_cancel_does_not_overtake_the_grant_that_waited_for_a_copy(monke
 
 async def test_a_load_that_was_given_up_is_not_told(monkeypatch):
     async with two_ranks(monkeypatch) as ranks:
-        ranks.tier.carry_out(Spill(Copies([], [0], [0])))
+        ranks.tier.carry_out(Offload(Copies([], [0], [0])))
         ranks.tier.carry_out(Load(1, [0], [2]))
         ranks.tier.carry_out(CancelLoad(1))
         ranks.tier.carry_out(Load(2, [0], [3]))

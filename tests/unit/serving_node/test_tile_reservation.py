@@ -72,7 +72,7 @@ def test_while_a_grant_is_taken_back_nobody_else_gives_way():
 @pytest.mark.parametrize(
     ("facts", "gives_way"), [({}, True), ({"is_coming": True}, False), ({"is_receiving": False}, False)]
 )
-def test_grants_of_which_nothing_has_come_give_way_before_others(facts, gives_way):
+def test_credits_of_which_nothing_has_come_give_way_before_others(facts, gives_way):
     node = Node()
     granted = node.hold("granted", 6, 14, RequestState.RECEIVING_KV, **{"is_receiving": True, **facts})
     node.reservation.put(5, 0.0, 0.0)

@@ -42,27 +42,27 @@ OVERVIEW = inference_pb2.Overview(
     uptime_s=200.0,
     served_model_name="some-model",
     nodes=[
-        node("decode-0", "decode", slots=64, free=5, num_answers=12, num_to_come=3, tokens_per_s=345.6),
+        node("decode-0", "decode", slots=64, free=5, num_sequences=12, num_incoming=3, tokens_per_s=345.6),
         node("decode-1", "decode", slots=64, state="draining"),
         node("prefill-0", "prefill", reads=512, num_tokens_to_compute=12_345, prompt_tokens_per_s=123_456.0),
     ],
     phases=[
-        inference_pb2.PhaseCount(phase=phase, num_answers=number)
+        inference_pb2.PhaseCount(phase=phase, num_sequences=number)
         for phase, number in (
             ("prefill_queue", 2), ("prefill", 1), ("kv_alloc", 0), ("kv_transfer", 1), ("decode_queue", 0),
             ("decode", 1000), ("no_node", 0),
         )
     ],
-    rates=inference_pb2.Rates(tokens_per_s=345.6, prompt_tokens_per_s=123_456.0, answers_per_s=3.4),
+    rates=inference_pb2.Rates(tokens_per_s=345.6, prompt_tokens_per_s=123_456.0, requests_per_s=3.4),
     recent_tokens_per_s=[0.0] * 20 + [100.0] * 15 + [400.0],
     window_s=60.0,
     times=[
         inference_pb2.TimesOverview(
-            num_answers=1012, num_limited=8, num_met=6, ttft_s=percentiles(0.123, 0.456, 12.345),
+            num_sequences=1012, num_limited=8, num_met=6, ttft_s=percentiles(0.123, 0.456, 12.345),
             tpot_s=percentiles(0.0123, 0.0456, 0.1234),
         ),
         inference_pb2.TimesOverview(
-            slo_class="chat", limits="ttft:500,tpot:40", num_answers=8, num_limited=8, num_met=6
+            slo_class="chat", limits="ttft:500,tpot:40", num_sequences=8, num_limited=8, num_met=6
         ),
     ],
 )  # fmt: skip
@@ -98,13 +98,13 @@ def test_a_frame_tells_of_nodes_phases_rates_and_times(script, target):
     assert re.split(" {2,}", phases.rstrip()) == ["live", "prefill queue", "prefill", "alloc", "transfer",
                                                   "decode queue", "decode", "no node"]  # fmt: skip
     assert shown["1004"] == ["2", "1", "0", "1", "0", "1000", "0"]
-    assert "346 tokens/s · 123k prompt tokens/s · 3.4 answers/s" in result.stdout
+    assert "tokens/s: 346 generation, 123k prompt · 3.4 requests/s" in result.stdout
     assert shown["all"] == ["1012", "123/456/12345", "12/46/123", "75%"]
     assert shown["chat"] == ["8", "-", "-", "75%", "ttft:500,tpot:40"]
     assert shown["decode-0"] == ["decode", "-", "0", "12/64", "3", "95%", "25%", "0", "346", "12"]
     assert shown["decode-1"][0] == "draining"
     assert shown["prefill-0"] == ["prefill", "512", "12.3k", "-", "0", "40%", "25%", "123k", "0", "12"]
-    assert [request.HasField("after") for request in script.requests] == [False]  # no lives
+    assert [request.HasField("after") for request in script.requests] == [False]  # no request history
 
 
 def shown(overview, columns=COLUMNS):

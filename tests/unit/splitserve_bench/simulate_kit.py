@@ -16,8 +16,8 @@ def chunk_s(num_tokens):
     return PROMPT_S + TOKEN_S * num_tokens
 
 
-def step_s(num_answers):
-    return STEP_S + ANSWER_S * num_answers
+def step_s(num_sequences):
+    return STEP_S + ANSWER_S * num_sequences
 
 
 SIZES = NodeSizes(

@@ -44,8 +44,8 @@ class WildCosts:
         return Random(f"{self._salt} {of}").random()
 
     def step_s(self, load):
-        tokens = load.num_answers + load.num_prompt_tokens
-        figures = load.num_answers, load.num_cached, load.num_prompt_tokens, load.num_before
+        tokens = load.num_sequences + load.num_prompt_tokens
+        figures = load.num_sequences, load.num_cached, load.num_prompt_tokens, load.num_before
         return 5e-4 * tokens + self._drawn(figures) * 0.01 + 1e-6
 
     def message_s(self, sent_s):
@@ -165,21 +165,21 @@ class World:
     @property
     def is_quiet(self):
         nodes = self.fleet.nodes.values()
-        return self.fleet.coordinator.scheduler.num_open == 0 and all(node.logic.is_idle for node in nodes)
+        return self.fleet.coordinator.scheduler.num_open == 0 and all(node.scheduler.is_idle for node in nodes)
 
     def _check_end(self):
         assert self.is_quiet, "something is held that nobody needs"
         for node in self.fleet.nodes.values():
             node.allocator.check_integrity()
-            node.logic.node_requests.check_integrity()
+            node.scheduler.node_requests.check_integrity()
             assert node.allocator.num_free == self.num_blocks, "a block is not back"
-            assert node.logic.wake_at_s is None
+            assert node.scheduler.wake_at_s is None
         metrics = self.fleet.coordinator.metrics
         self.seen["kept"] += metrics.num_kept
         self.seen["restarted"] += metrics.num_restarts
         for node in self.fleet.nodes.values():
             load = inference_pb2.NodeLoad()
-            node.logic.describe(load)
+            node.scheduler.describe(load)
             self.seen["preempted"] += load.num_preemptions
             self.seen["handed over"] += load.num_kv_bytes > 0
         for outcome, planned in zip(self.clients.outcomes, self.planned, strict=True):
@@ -227,7 +227,7 @@ class World:
         if self.fleet.nodes.get(node.name) is not node:
             return
         coordinator = self.fleet.coordinator
-        if node.logic.is_idle and not coordinator.scheduler.num_left(coordinator.registry.named(node.name)):
+        if node.scheduler.is_idle and not coordinator.scheduler.num_left(coordinator.registry.named(node.name)):
             self.fleet.lose(node.name)
             self._start(node.name, self.roles[node.name])
         else:

@@ -81,7 +81,7 @@ class Watching(ApiServer):
             allocator, account = self.fleet.nodes[known.name].allocator, ledger.of(known)
             num_held = (allocator.num_blocks - allocator.num_free) * BLOCK_SIZE
             if known.hints:
-                row = account.num_answers, num_held, ledger.tokens_taken(known), account.tokens_held
+                row = account.num_sequences, num_held, ledger.tokens_taken(known), account.tokens_held
                 self.seen.setdefault(known.name, []).append(row)
         self.agenda.after(LOOK_S, self._look)
 
@@ -95,8 +95,8 @@ def test_the_account_has_what_the_pools_have(counts, writers):
     size, sizes = fleet_of(counts, ADMIT_ALL), replace(SIZES, num_blocks=ENOUGH)
     _, api_server = World(size, agents(8.0, 60, 0), sizes=sizes, api_server=Watching).run()
     for name in writers:
-        num_answers, held, taken, each = (fmean(column) for column in zip(*api_server.seen[name], strict=True))
-        assert abs(taken - held) <= num_answers * BLOCK_SIZE
+        num_sequences, held, taken, each = (fmean(column) for column in zip(*api_server.seen[name], strict=True))
+        assert abs(taken - held) <= num_sequences * BLOCK_SIZE
         assert each > 3 * held
 
 

@@ -101,7 +101,7 @@ def compare_deadlines(world):
     """What has been seen, by kind."""
     known = {(request.request_id, request.attempt.epoch): request for request in world.tracked}
     for node in world.fleet.nodes.values():
-        for node_request in node.logic.node_requests:
+        for node_request in node.scheduler.node_requests:
             request = known.get(node_request.key)
             assert request is None or node_request.priority == request.priority
             if request is None or request.due is None:

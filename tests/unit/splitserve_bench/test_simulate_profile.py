@@ -50,11 +50,11 @@ def products_s(num_tokens, num_sampled):
 
 
 @pytest.mark.parametrize("beside", [1.0, 1.5])
-@pytest.mark.parametrize("num_answers", [1, 31, 128, 256])
+@pytest.mark.parametrize("num_sequences", [1, 31, 128, 256])
 @pytest.mark.parametrize("num_tokens", [2, 96, 256])
 @pytest.mark.parametrize("context", [0, 700])
 def test_a_step_of_both_has_the_products_of_all_its_tokens_and_both_attentions(
-    num_answers, num_tokens, context, beside
+    num_sequences, num_tokens, context, beside
 ):
     answers = [[products_s(num, num) + CACHED_S * num * each for each in CONTEXTS] for num in PLACES]
     prompts = [[products_s(num, 1) + PAIR_S * num * (num / 2 + each) for each in CONTEXTS] for num in PLACES]
@@ -63,9 +63,9 @@ def test_a_step_of_both_has_the_products_of_all_its_tokens_and_both_attentions(
         for name, seconds in (("answers", answers), ("prompts", prompts))
     }
     steps = replace(PROFILE.steps, **grids, attention_beside_factor=beside)
-    load = StepLoad(num_answers, num_answers * context, num_tokens, num_before=300 * num_tokens)
-    attention_s = CACHED_S * num_answers * context * beside + PAIR_S * num_tokens * (num_tokens / 2 + 300)
-    both_s = products_s(num_answers + num_tokens, num_answers + 1) + attention_s
+    load = StepLoad(num_sequences, num_sequences * context, num_tokens, num_before=300 * num_tokens)
+    attention_s = CACHED_S * num_sequences * context * beside + PAIR_S * num_tokens * (num_tokens / 2 + 300)
+    both_s = products_s(num_sequences + num_tokens, num_sequences + 1) + attention_s
     assert ProfileCosts(replace(PROFILE, steps=steps)).step_s(load) == pytest.approx(both_s, rel=0.01)
 
 
@@ -147,7 +147,7 @@ def test_what_is_no_profile_at_all(tmp_path, text):
 FLEET = FleetSize(2, 2)
 SHARES = (0.05, 0.5, 0.95)
 WIDE = Spread(SHARES, (0.6, 1.0, 3.0))
-ANSWER, PROMPT = StepLoad(num_answers=1), StepLoad(num_prompt_tokens=8)
+ANSWER, PROMPT = StepLoad(num_sequences=1), StepLoad(num_prompt_tokens=8)
 
 
 @st.composite
@@ -191,7 +191,7 @@ def test_a_step_has_the_factor_of_its_number_and_its_kind_whenever_it_is_asked()
     first = [noise.step(number, ANSWER) for number in range(NUM_FACTORS)]
     assert first == [again.step(number, ANSWER) for number in reversed(range(NUM_FACTORS))][::-1]
     assert sorted(first) == list(equal_shares(WIDE))
-    assert noise.step(5, PROMPT) == again.step(5, replace(PROMPT, num_answers=3)) != noise.step(5, ANSWER)
+    assert noise.step(5, PROMPT) == again.step(5, replace(PROMPT, num_sequences=3)) != noise.step(5, ANSWER)
 
 
 def test_nodes_and_the_ways_to_and_from_each_draw_by_themselves():
@@ -257,12 +257,3 @@ def test_spreads_that_cannot_be(tmp_path, spread, words):
     path.write_text(json.dumps(fields))
     with pytest.raises(SettingsError, match=words):
         read_profile(path)
-
-
-def test_a_profile_of_the_version_before_is_read(tmp_path):
-    PROFILE.save(tmp_path / "profile.json")
-    text = (tmp_path / "profile.json").read_text()
-    old = text.replace('"kv_transfer"', '"corridor"').replace('"api_server_s"', '"door_s"')
-    assert old != text
-    (tmp_path / "profile.json").write_text(old)
-    assert read_profile(tmp_path / "profile.json") == PROFILE

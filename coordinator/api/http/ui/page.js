@@ -3,14 +3,14 @@
    as text, never as markup. */
 
 const EVERY_MS = 1000, EVERY_HIDDEN_MS = 10000, PATIENCE_MS = 5000;
-const MAX_LIVES = 100, MAX_ROWS = 12;
+const MAX_REQUESTS = 100, MAX_ROWS = 12;
 const KEY = "splitserve-api-key";
 const NO_NODE = "no_node";
 const TITLES = {
   prefill_queue: "prefill queue", prefill: "prefill", kv_alloc: "KV alloc", kv_transfer: "KV transfer",
   decode_queue: "decode queue", decode: "decode", no_node: "no node",
 };
-const READING = new Set(["prefill_queue", "prefill"]);
+const PREFILLING = new Set(["prefill_queue", "prefill"]);
 const $ = (id) => document.getElementById(id);
 
 // ---- elements and words ----
@@ -51,7 +51,7 @@ function elided(name, most) { // names often differ at their ends alone: what is
 }
 
 const share = (part, all) => (all ? `${Math.round((100 * part) / all)} %` : "–");
-const moment = (told) => (told ? time(told) : "–");
+const moment = (value) => (value ? time(value) : "–");
 
 // ---- asking the server ----
 
@@ -89,13 +89,13 @@ async function poll() {
 function take(overview) {
   if (world.overview && overview.uptime_s < world.overview.uptime_s) world.ended = []; // it has been started again
   world.overview = overview;
-  world.ended = [...world.ended, ...overview.ended].slice(-MAX_LIVES);
+  world.ended = [...world.ended, ...overview.ended].slice(-MAX_REQUESTS);
   world.after = world.ended.length ? Number(world.ended.at(-1).number) : 0;
   show();
 }
 
-const lives = () => [...world.ended, ...world.overview.live];
-const lifeOf = (answerId) => lives().findLast((life) => life.answer_id === answerId);
+const requests = () => [...world.ended, ...world.overview.live];
+const requestOf = (sequenceId) => requests().findLast((request) => request.sequence_id === sequenceId);
 
 // ---- the overview ----
 
@@ -123,16 +123,16 @@ function tile(title, value, unit = "", below = "") {
 }
 
 function showTiles({rates, phases, recent_tokens_per_s: recent, times: [all]}) {
-  const live = phases.reduce((sum, each) => sum + each.num_answers, 0);
-  const written = tile("tokens written", short(rates.tokens_per_s), "/s");
-  written.classList.add("wide-tile");
+  const live = phases.reduce((sum, each) => sum + each.num_sequences, 0);
+  const generated = tile("generation tokens", short(rates.tokens_per_s), "/s");
+  generated.classList.add("wide-tile");
   const box = element("div", {});
-  box.append(...written.children);
-  written.append(box, spark(recent));
-  const middle = (told) => (told ? time(told.p50) : "–");
-  const tail = (told) => (told ? `p99 ${time(told.p99)}` : "");
+  box.append(...generated.children);
+  generated.append(box, spark(recent));
+  const middle = (value) => (value ? time(value.p50) : "–");
+  const tail = (value) => (value ? `p99 ${time(value.p99)}` : "");
   $("tiles").replaceChildren(
-    written, tile("tokens read", short(rates.prompt_tokens_per_s), "/s"), tile("answers", short(rates.answers_per_s), "/s"),
+    generated, tile("prompt tokens", short(rates.prompt_tokens_per_s), "/s"), tile("requests", short(rates.requests_per_s), "/s"),
     tile("live", String(live)), tile("TTFT p50", middle(all?.ttft_s), "", tail(all?.ttft_s)),
     tile("TPOT p50", middle(all?.tpot_s), "", tail(all?.tpot_s)),
   );
@@ -151,50 +151,50 @@ function spark(values) {
 }
 
 function showPhases(phases) {
-  const all = phases.reduce((sum, each) => sum + each.num_answers, 0);
-  $("phase-bar").replaceChildren(...phases.filter((each) => each.num_answers).map((each) => {
+  const all = phases.reduce((sum, each) => sum + each.num_sequences, 0);
+  $("phase-bar").replaceChildren(...phases.filter((each) => each.num_sequences).map((each) => {
     const part = element("i", {class: each.phase});
-    part.style.width = `${(100 * each.num_answers) / all}%`;
+    part.style.width = `${(100 * each.num_sequences) / all}%`;
     return part;
   }));
   $("phases").replaceChildren(...phases.map((each) =>
     element("li", {}, element("i", {class: `mark ${each.phase}`}), TITLES[each.phase] ?? each.phase,
-      element("b", {}, String(each.num_answers)))));
+      element("b", {}, String(each.num_sequences)))));
 }
 
 function nodeRow(node) {
   const {load} = node, {shape} = load;
   const used = load.num_blocks ? 1 - load.num_blocks_free / load.num_blocks : 0;
-  const meter = element("meter", {min: 0, max: 1, low: 0.7, high: 0.9, optimum: 0, value: used, "aria-label": "KV cache in use"});
+  const meter = element("meter", {min: 0, max: 1, low: 0.7, high: 0.9, optimum: 0, value: used, "aria-label": "KV cache usage"});
   const role = load.state === "ready" ? cell(load.role) : element("td", {}, load.role, element("span", {class: "warn"}, ` ${load.state}`));
   return element("tr", {}, element("th", {scope: "row", title: load.name}, elided(load.name, 32)), role,
     number(shape.prompt_tokens ? short(shape.prompt_tokens) : "–"), number(short(node.num_tokens_to_compute)),
-    number(shape.slots ? `${node.num_answers} / ${shape.slots}` : "–"), number(String(node.num_to_come)),
+    number(shape.slots ? `${node.num_sequences} / ${shape.slots}` : "–"), number(String(node.num_incoming)),
     element("td", {}, meter, share(used, 1)), number(share(Number(load.num_cached_tokens), Number(load.num_prompt_tokens))),
     number(short(node.prompt_tokens_per_s)), number(short(node.tokens_per_s)), number(time(load.step_s)));
 }
 
 function timesRow(row) {
-  const three = (told) => ["p50", "p90", "p99"].map((name) => number(told ? time(told[name]) : "–"));
+  const three = (value) => ["p50", "p90", "p99"].map((name) => number(value ? time(value[name]) : "–"));
   const kept = row.num_limited ? row.num_met / row.num_limited : 1;
   const colour = !row.num_limited ? "dim" : kept >= 0.95 ? "good" : kept >= 0.8 ? "warn" : "bad";
   return element("tr", {}, element("th", {scope: "row"}, row.slo_class || "all"), cell(row.limits, "dim"),
-    number(String(row.num_answers)), ...three(row.ttft_s), ...three(row.tpot_s),
+    number(String(row.num_sequences)), ...three(row.ttft_s), ...three(row.tpot_s),
     cell(share(row.num_met, row.num_limited), `number ${colour}`));
 }
 
-// ---- lives of answers ----
+// ---- request history ----
 
-function piecesOf(life) { // what it did on one node without a break
+function piecesOf(request) { // what it did on one node without a break
   const pieces = [];
-  for (const span of life.spans) {
-    const node = (READING.has(span.phase) ? span.prefill_node : span.decode_node) || NO_NODE;
-    const begin = life.start_s + span.begin_s, end = life.start_s + span.end_s;
+  for (const span of request.spans) {
+    const node = (PREFILLING.has(span.phase) ? span.prefill_node : span.decode_node) || NO_NODE;
+    const begin = request.start_s + span.begin_s, end = request.start_s + span.end_s;
     const last = pieces.at(-1);
     if (last?.node === node) {
       last.end = end;
       last.spans.push(span);
-    } else pieces.push({life, node, begin, end, spans: [span]});
+    } else pieces.push({request, node, begin, end, spans: [span]});
   }
   return pieces;
 }
@@ -210,9 +210,9 @@ function pack(pieces) { // gives each a row where nothing else is at its time; t
   return Math.max(1, ends.length);
 }
 
-function joint(from, to) { // why an answer went from one node to another
-  if (READING.has(to.spans[0].phase)) return "restart";
-  return from.spans.at(-1).phase === "decode" ? "move" : "handover";
+function joint(from, to) { // why a request went from one node to another
+  if (PREFILLING.has(to.spans[0].phase)) return "restart";
+  return from.spans.at(-1).phase === "decode" ? "migration" : "transfer";
 }
 
 function lanesOf(pieces) { // the nodes there are, and those that were there, each with its pieces
@@ -226,11 +226,11 @@ function lanesOf(pieces) { // the nodes there are, and those that were there, ea
   return [...lanes].sort(([a], [b]) => (order(a) < order(b) ? -1 : 1));
 }
 
-function drawLives(svg, drawnLives, begin, end, {row, isAlone = false}) {
+function drawRequests(svg, drawnRequests, begin, end, {row, isAlone = false}) {
   const gutter = 104, gap = 2, pad = 5, width = Math.max(320, svg.clientWidth || svg.parentElement.clientWidth);
   const x = (at) => gutter + ((width - gutter - 6) * (at - begin)) / (end - begin);
   const clamp = (at) => x(Math.min(end, Math.max(begin, at)));
-  const chains = drawnLives.map((life) => piecesOf(life).filter((piece) => piece.end > begin && piece.begin < end));
+  const chains = drawnRequests.map((request) => piecesOf(request).filter((piece) => piece.end > begin && piece.begin < end));
   const used = lanesOf(chains.flat()).filter(([, pieces]) => pieces.length || !isAlone);
   const back = drawn("g"), joints = drawn("g"), front = drawn("g");
   const present = new Set(world.overview.nodes.map(({load}) => load.name));
@@ -255,16 +255,16 @@ function drawLives(svg, drawnLives, begin, end, {row, isAlone = false}) {
 }
 
 function drawPiece(piece, clamp, height) {
-  const {life} = piece;
-  const isFaint = world.chosen && world.chosen !== life.answer_id;
-  const group = drawn("g", {class: isFaint ? "piece faint" : "piece", "data-answer": life.answer_id});
+  const {request} = piece;
+  const isFaint = world.chosen && world.chosen !== request.sequence_id;
+  const group = drawn("g", {class: isFaint ? "piece faint" : "piece", "data-sequence": request.sequence_id});
   for (const span of piece.spans) {
-    const from = clamp(life.start_s + span.begin_s), to = clamp(life.start_s + span.end_s);
+    const from = clamp(request.start_s + span.begin_s), to = clamp(request.start_s + span.end_s);
     if (to <= from) continue;
     const thin = span.phase.endsWith("_queue") || span.phase === "kv_alloc";
     const of = {x: from, y: piece.y + (thin ? height / 4 : 0), width: Math.max(1.5, to - from), height: thin ? height / 2 : height};
     group.append(drawn("rect", {class: piece.node === NO_NODE ? NO_NODE : span.phase, rx: 1.5, ...of},
-      drawn("title", {}, `${life.answer_id}: ${TITLES[span.phase]} on ${piece.node}, ${time(span.end_s - span.begin_s)}`)));
+      drawn("title", {}, `${request.sequence_id}: ${TITLES[span.phase]} on ${piece.node}, ${time(span.end_s - span.begin_s)}`)));
   }
   return group;
 }
@@ -272,7 +272,7 @@ function drawPiece(piece, clamp, height) {
 function drawJoint(from, to, clamp, height) {
   const [x0, y0, x1, y1] = [clamp(from.end), from.y + height / 2, clamp(to.begin), to.y + height / 2];
   const bend = Math.max(8, (x1 - x0) / 2);
-  const isFaint = world.chosen && world.chosen !== from.life.answer_id;
+  const isFaint = world.chosen && world.chosen !== from.request.sequence_id;
   const d = `M${x0} ${y0}C${x0 + bend} ${y0} ${x1 - bend} ${y1} ${x1} ${y1}`;
   return drawn("path", {class: `joint ${joint(from, to)}${isFaint ? " faint" : ""}`, d});
 }
@@ -292,79 +292,79 @@ function ticks(begin, end, x, height, isAlone) {
 
 function showLives() {
   const {overview} = world, length = Number($("seconds").value);
-  drawLives($("picture"), lives(), overview.now_s - length, overview.now_s, {row: 7});
-  const body = $("lives"), rows = new Map([...body.rows].map((row) => [row.dataset.life, row]));
-  const wanted = lives().toReversed();
-  wanted.forEach((life, i) => {
-    const row = rows.get(keyOf(life)) ?? lifeRow(life);
-    rows.delete(keyOf(life));
-    fillLifeRow(row, life);
+  drawRequests($("picture"), requests(), overview.now_s - length, overview.now_s, {row: 7});
+  const body = $("requests"), rows = new Map([...body.rows].map((row) => [row.dataset.key, row]));
+  const wanted = requests().toReversed();
+  wanted.forEach((request, i) => {
+    const row = rows.get(keyOf(request)) ?? requestRow(request);
+    rows.delete(keyOf(request));
+    fillRequestRow(row, request);
     if (body.rows[i] !== row) body.insertBefore(row, body.rows[i] ?? null);
   });
   for (const row of rows.values()) row.remove();
   const buttons = [...body.querySelectorAll("button")];
   if (!buttons.some((button) => button.tabIndex === 0) && buttons.length) buttons[0].tabIndex = 0;
-  showLife();
+  showRequest();
 }
 
 // An answer's id may come again: of a client that goes on with it, or that asks once more.
-const keyOf = (life) => `${life.answer_id} ${life.start_s}`;
+const keyOf = (request) => `${request.sequence_id} ${request.start_s}`;
 
-function lifeRow(life) {
+function requestRow(request) {
   const button = element("button", {type: "button", tabindex: -1});
-  button.textContent = elided(life.answer_id, 22);
-  button.title = life.answer_id;
-  const row = element("tr", {"data-answer": life.answer_id, "data-life": keyOf(life)}, element("td", {}, button));
+  button.textContent = elided(request.sequence_id, 22);
+  button.title = request.sequence_id;
+  const row = element("tr", {"data-sequence": request.sequence_id, "data-request": keyOf(request)}, element("td", {}, button));
   for (const kind of ["", "number", "number", "number", "number", "number", ""]) row.append(cell("", kind));
   return row;
 }
 
-function fillLifeRow(row, life) {
-  const isGood = ["", "stop", "length"].includes(life.end);
-  const told = [life.end || "live", short(life.prompt_tokens), short(life.completion_tokens), moment(life.ttft_s),
-    moment(life.tpot_s), time(life.spans.at(-1)?.end_s ?? 0), wayOf(life)];
-  told.forEach((text, i) => {
+function fillRequestRow(row, request) {
+  const isGood = ["", "stop", "length"].includes(request.end);
+  const value = [request.end || "live", short(request.prompt_tokens), short(request.completion_tokens), moment(request.ttft_s),
+    moment(request.tpot_s), time(request.spans.at(-1)?.end_s ?? 0), wayOf(request)];
+  value.forEach((text, i) => {
     if (row.cells[i + 1].textContent !== text) row.cells[i + 1].textContent = text;
   });
-  row.cells[1].className = isGood ? "" : life.end === "abort" ? "dim" : "bad";
-  row.className = world.chosen === life.answer_id ? "chosen" : "";
-  row.cells[0].firstChild.setAttribute("aria-pressed", world.chosen === life.answer_id);
+  row.cells[1].className = isGood ? "" : request.end === "abort" ? "dim" : "bad";
+  row.className = world.chosen === request.sequence_id ? "chosen" : "";
+  row.cells[0].firstChild.setAttribute("aria-pressed", world.chosen === request.sequence_id);
 }
 
-const wayOf = (life) => piecesOf(life).map((piece) => (piece.node === NO_NODE ? "no node" : piece.node)).join(" → ");
+const wayOf = (request) => piecesOf(request).map((piece) => (piece.node === NO_NODE ? "no node" : piece.node)).join(" → ");
 
-function choose(answerId) {
-  world.chosen = world.chosen === answerId ? null : answerId;
-  for (const button of $("lives").querySelectorAll("button"))
-    button.tabIndex = button.closest("tr").dataset.answer === answerId ? 0 : -1;
+function choose(sequenceId) {
+  world.chosen = world.chosen === sequenceId ? null : sequenceId;
+  for (const button of $("requests").querySelectorAll("button"))
+    button.tabIndex = button.closest("tr").dataset.sequence === sequenceId ? 0 : -1;
   showLives();
 }
 
-function showLife() {
-  const life = world.chosen && lifeOf(world.chosen);
-  if (!life) {
-    $("life").replaceChildren();
+function showRequest() {
+  const request = world.chosen && requestOf(world.chosen);
+  if (!request) {
+    $("request").replaceChildren();
     return;
   }
-  if ($("life").dataset.shown === `${life.answer_id} ${life.end}` && life.end && $("life").firstChild) return;
-  $("life").dataset.shown = `${life.answer_id} ${life.end}`;
-  drawAlone($("life"), life);
+  if ($("request").dataset.shown === `${request.sequence_id} ${request.end}` && request.end && $("request").firstChild) return;
+  $("request").dataset.shown = `${request.sequence_id} ${request.end}`;
+  drawAlone($("request"), request);
 }
 
-function drawAlone(box, life) { // one life: its phases in figures, and its picture
-  const length = Math.max(0.001, life.spans.at(-1)?.end_s ?? 0);
-  const svg = drawn("svg", {role: "img", "aria-label": `Where the time of ${life.answer_id} went: the figures above`});
-  box.replaceChildren(facts(life), svg);
+function drawAlone(box, request) { // one request: its phases in figures, and its picture
+  const length = Math.max(0.001, request.spans.at(-1)?.end_s ?? 0);
+  const svg = drawn("svg", {role: "img", "aria-label": `Where the time of ${request.sequence_id} went: the figures above`});
+  box.replaceChildren(facts(request), svg);
   const chosen = world.chosen;
   world.chosen = null; // nothing is faint here
-  drawLives(svg, [life], life.start_s, life.start_s + length, {row: 14, isAlone: true});
+  drawRequests(svg, [request], request.start_s, request.start_s + length, {row: 14, isAlone: true});
   world.chosen = chosen;
 }
 
-function facts(life) {
+function facts(request) {
   const seconds = new Map();
-  for (const span of life.spans) {
-    const phase = READING.has(span.phase) && !span.prefill_node ? NO_NODE : span.phase;
+  for (const span of request.spans) {
+    const phase = PREFILLING.has(span.phase) && !span.prefill_node ? NO_NODE : span.phase;
     seconds.set(phase, (seconds.get(phase) ?? 0) + span.end_s - span.begin_s);
   }
   const line = element("p", {class: "facts"});
@@ -372,29 +372,29 @@ function facts(life) {
     line.append(...(mark ? [element("i", {class: `mark ${mark}`})] : []), `${name} `, element("b", {}, value));
   };
   for (const phase of Object.keys(TITLES)) if (seconds.has(phase)) add(TITLES[phase], time(seconds.get(phase)), phase);
-  add("TTFT", moment(life.ttft_s));
-  add("TPOT", moment(life.tpot_s));
-  add("tokens", `${life.prompt_tokens} + ${life.completion_tokens}`);
-  if (life.cached_tokens) add("cached", String(life.cached_tokens));
-  if (Number(life.kv_bytes)) add("KV sent", `${short(Number(life.kv_bytes))}B`);
-  if (life.num_migrations) add("moves", `${life.num_migrations}, paused ${time(life.migration_pause_s)}`);
-  if (life.num_restarts) add("restarts", String(life.num_restarts));
+  add("TTFT", moment(request.ttft_s));
+  add("TPOT", moment(request.tpot_s));
+  add("tokens", `${request.prompt_tokens} + ${request.completion_tokens}`);
+  if (request.cached_tokens) add("cached", String(request.cached_tokens));
+  if (Number(request.kv_bytes)) add("KV sent", `${short(Number(request.kv_bytes))}B`);
+  if (request.num_migrations) add("migrations", `${request.num_migrations}, paused ${time(request.migration_pause_s)}`);
+  if (request.num_restarts) add("restarts", String(request.num_restarts));
   for (const limit of ["ttft", "tpot"])
-    if (life.attainment?.[`${limit}_ms`] !== undefined)
-      add(`${limit.toUpperCase()} limit`, `${life.attainment[`${limit}_ms`]} ms ${life.attainment[`${limit}_met`] ? "kept" : "missed"}`);
+    if (request.attainment?.[`${limit}_ms`] !== undefined)
+      add(`${limit.toUpperCase()} SLO`, `${request.attainment[`${limit}_ms`]} ms ${request.attainment[`${limit}_met`] ? "kept" : "missed"}`);
   return line;
 }
 
 $("picture").addEventListener("click", (event) => {
-  const piece = event.target.closest("[data-answer]");
-  if (piece) choose(piece.dataset.answer);
+  const piece = event.target.closest("[data-sequence]");
+  if (piece) choose(piece.dataset.sequence);
 });
 $("seconds").addEventListener("change", () => world.overview && showLives());
-$("lives").addEventListener("click", (event) => {
+$("requests").addEventListener("click", (event) => {
   const row = event.target.closest("tr");
-  if (row) choose(row.dataset.answer);
+  if (row) choose(row.dataset.sequence);
 });
-$("lives").addEventListener("keydown", (event) => { // one stop for Tab, arrows within
+$("requests").addEventListener("keydown", (event) => { // one stop for Tab, arrows within
   const step = {ArrowDown: 1, ArrowUp: -1}[event.key];
   const row = event.target.closest("tr");
   const other = step > 0 ? row?.nextElementSibling : row?.previousElementSibling;
@@ -419,10 +419,10 @@ function say(kind, text = "") {
 }
 
 function showSpent(spent) { // redrawn until the answer has ended
-  const life = lifeOf(`${spent.dataset.request}/0`);
-  if (!life || (spent.dataset.end && spent.dataset.end === life.end)) return;
-  spent.dataset.end = life.end;
-  drawAlone(spent, life);
+  const request = requestOf(`${spent.dataset.id}/0`);
+  if (!request || (spent.dataset.end && spent.dataset.end === request.end)) return;
+  spent.dataset.end = request.end;
+  drawAlone(spent, request);
 }
 
 async function* events(body) { // of a stream of server-sent events, what each brings
@@ -472,11 +472,11 @@ function writer(answer) { // of its text as it comes; what stands between lines 
 }
 
 async function ask(question) {
-  const request = `ui-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
+  const id = `ui-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
   const {messages} = chat;
   messages.push({role: "user", content: question});
   say("user", question);
-  const answer = say("assistant"), spent = element("div", {class: "spent", "data-request": request});
+  const answer = say("assistant"), spent = element("div", {class: "spent", "data-id": id});
   $("messages").append(spent);
   chat.call = new AbortController();
   setAsking(true);
@@ -486,7 +486,7 @@ async function ask(question) {
   try {
     const response = await fetch("v1/chat/completions", {
       method: "POST", signal: chat.call.signal,
-      headers: asking({"content-type": "application/json", "x-request-id": request}),
+      headers: asking({"content-type": "application/json", "x-request-id": id}),
       body: JSON.stringify({messages: sent, stream: true, max_tokens: Number($("max-tokens").value)}),
     });
     if (!response.ok) throw new Error(await problemOf(response));

@@ -23,10 +23,10 @@ from serving_node.decisions import (
     FetchPrefix,
     FinishSend,
     Load,
+    Offload,
     Receive,
     Send,
     SendMore,
-    Spill,
 )
 from serving_node.kv_offload import NO_OFFLOAD
 from serving_node.scheduler import Limits, NodeScheduler
@@ -114,7 +114,7 @@ class Node(Ports):
         self.rates = StepRates()
         self.kv = ToyKV(num_blocks, BLOCK_SIZE, numerics, is_batch_invariant=is_batch_invariant)
         self.budget = budget
-        self.logic = NodeScheduler(
+        self.scheduler = NodeScheduler(
             self.allocator,
             LAYOUT,
             Limits(
@@ -137,7 +137,7 @@ class Node(Ports):
             costs=costs or StepCosts(),
             tier=tier,
         )
-        self.worker = worker = Worker(self.logic, self, self)
+        self.worker = worker = Worker(self.scheduler, self, self)
         worker.engine = worker.transfers = worker.grammars = worker.offload = self
         self.compiling = []  # requests whose grammar is compiled
         self.tier_kv = {}  # what each slot of the second tier holds
@@ -145,7 +145,7 @@ class Node(Ports):
         self.tells_lost = True  # of what could not be copied
         self._evicted = {}  # by block: its name when the pool gave it up last
         self._note_evictions()
-        self.most_spilled = num_blocks  # blocks that are copied at once
+        self.most_offloaded = num_blocks  # blocks that are copied at once
         self.loads = {}  # that have begun
         self.num_loads = 0
         self.loads_at_once = True
@@ -158,7 +158,7 @@ class Node(Ports):
         self.works = []  # of the step that runs
         self.hints = set()  # blocks that the coordinator believes to be here
         self.numerics_ids = set()  # of all blocks that requests ever had
-        self.grants_at_once = True
+        self.credits_at_once = True
         self.num_heartbeats = 0
         self.sampled = []  # tokens of the step that runs
         self._num_requests = 0
@@ -268,7 +268,7 @@ class Node(Ports):
         shares = [(work.request.request_id, work.start, work.num_tokens) for work in self.works]
         writing = [
             node_request.request
-            for node_request in self.logic.node_requests
+            for node_request in self.scheduler.node_requests
             if node_request.state is RequestState.RUNNING
         ]
         self.sampled = self.kv.step(self.works, writing)
@@ -421,7 +421,7 @@ class Node(Ports):
     @property
     def load(self):
         load = inference_pb2.NodeLoad()
-        self.logic.describe(load)
+        self.scheduler.describe(load)
         self.settle()
         return load
 
@@ -464,7 +464,7 @@ class Node(Ports):
                 self.cancelled.append(epoch)
             case CompileGrammar(request=request):
                 self.compiling.append(request)
-            case Spill() | Load() | CancelLoad():
+            case Offload() | Load() | CancelLoad():
                 self._do_in_tier(decision)
 
     def _hear(self, event):
@@ -481,7 +481,7 @@ class Node(Ports):
         descriptor = a_descriptor(num_blocks, behind=node_request.behind, **sizes)
         self.opened[epoch] = Opened(node_request.request, block_ids, num_cached, descriptor)
         self.kv.spoil(block_ids, range(num_cached * BLOCK_SIZE, num_blocks * BLOCK_SIZE))  # it may begin to arrive
-        if self.grants_at_once:
+        if self.credits_at_once:
             self.worker.credited(epoch, descriptor)
 
     def _open_to_lender(self, epoch, fetch_prefix):
@@ -495,8 +495,8 @@ class Node(Ports):
 
     def _do_in_tier(self, decision):
         match decision:
-            case Spill(copies=copies):
-                self._spill(copies)
+            case Offload(copies=copies):
+                self._offload(copies)
             case Load(load_id=load_id):
                 self.loads[load_id] = decision
                 self.num_loads += 1
@@ -505,17 +505,17 @@ class Node(Ports):
             case CancelLoad(load_id=load_id):
                 del self.loads[load_id]
 
-    def _spill(self, copies):
+    def _offload(self, copies):
         for source, target in copies.demotions:
             self.tier_kv[target] = self.tier_kv.get(source)
             self.tier_names[target] = self.tier_names.pop(source)
-        num_lost = max(0, len(copies.slots) - self.most_spilled)
+        num_lost = max(0, len(copies.slots) - self.most_offloaded)
         for index, (block_id, slot) in enumerate(zip(copies.block_ids, copies.slots, strict=True)):
             self.tier_kv[slot] = None if index < num_lost else self.kv.content(block_id)
             self.tier_names[slot] = self._evicted[block_id]
         if self.tells_lost:
             lost = [slot for slot in self.tier_kv if self.tier_kv[slot] is None]
-            self.logic.lost(lost)
+            self.scheduler.lost(lost)
             self._forget(lost)
 
     def _forget(self, slots):
@@ -548,9 +548,9 @@ class Node(Ports):
     # ---- proof ----
 
     def check(self):
-        self.logic.check_integrity()
+        self.scheduler.check_integrity()
         self.kv.check_names(self.allocator)
-        for node_request in self.logic.node_requests:
+        for node_request in self.scheduler.node_requests:
             if node_request.lease is not None:
                 names, block_ids = node_request.names, node_request.lease.block_ids
                 self.numerics_ids.update(names.numerics_ids)
@@ -558,20 +558,20 @@ class Node(Ports):
 
     def check_empty(self):
         """Nothing is here any more, and the coordinator knows what is left."""
-        assert self.logic.is_idle
+        assert self.scheduler.is_idle
         assert not self.opened
         assert not self.sending
         assert not self.prefix_fetch_begun
         assert self.num_free == self.allocator.num_blocks
-        assert self.logic.wake_at_s is None
+        assert self.scheduler.wake_at_s is None
         load = self.load
         assert (load.num_running, load.num_waiting, load.num_waiting_tokens) == (0, 0, 0)
         assert not self.loads
         held = {hint_of(name) for name in (*self.allocator.blocks_by_name, *self.tier_names.values())}
         assert self.hints == held
         self.hints.clear()
-        self.logic.attached()
-        self.logic.describe(inference_pb2.NodeLoad())  # which tells everything anew
+        self.scheduler.attached()
+        self.scheduler.describe(inference_pb2.NodeLoad())  # which tells everything anew
         self.settle()
         assert self.hints == held
 

@@ -1,10 +1,10 @@
-"""KV transfers in both directions over one pool: grants taken back, prompts that are read again, next descriptors."""
+"""KV transfers in both directions over one pool: credits taken back, prompts that are read again, next descriptors."""
 
 import pytest
 
 from serving_core import reasons
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of, token_of
+from tests.unit.serving_node.scheduler_kit import BLOCK_BYTES, Node, prompt_of, token_of
 
 
 def test_both_directions_at_once_and_an_answer_of_its_own():
@@ -27,11 +27,11 @@ def test_both_directions_at_once_and_an_answer_of_its_own():
     node.check_empty()
 
 
-# ---- grants that are taken back ----
+# ---- credits that are taken back ----
 
 
 def one_that_needs_a_block(num_granted, *, num_blocks=7, **options):
-    """An old answer that has filled its second block, and younger grants that hold the rest of the pool."""
+    """An old answer that has filled its second block, and younger credits that hold the rest of the pool."""
     node = Node(num_blocks, **options)
     node.writes("old", 7, max_tokens=17, age=1)
     requests = [node.reserve(f"granted {index}", 4, age=10 + index) for index in range(num_granted)]
@@ -110,7 +110,7 @@ def test_kv_that_crosses_the_revocation_still_commits():
 def test_a_descriptor_is_not_told_when_the_grant_is_being_taken_back():
     node = Node(7)
     node.writes("old", 7, max_tokens=17, age=1)
-    node.grants_at_once = False
+    node.credits_at_once = False
     request = node.reserve("granted", 4, age=2)
     rest = node.allocator.allocate(node.num_free)
     node.step()
@@ -127,7 +127,7 @@ def test_a_descriptor_is_not_told_when_the_grant_is_being_taken_back():
 
 def test_a_descriptor_is_not_told_of_one_that_was_cancelled_before_every_rank_awaited_its_blocks():
     node = Node()
-    node.grants_at_once = False
+    node.credits_at_once = False
     request = node.reserve("a", 4)
     node.cancel(request)
     node.grant(request)
@@ -176,7 +176,7 @@ def test_one_whose_grant_was_taken_back_has_all_of_its_time_again():
     node.step()
     node.now = 100.0
     node.receive_fails(request)
-    assert node.logic.wake_at_s == 130.0
+    assert node.scheduler.wake_at_s == 130.0
     node.tick(129.0)
     assert node.words("granted 0") == ["reserved", "revoked"]
     node.tick(130.0)
@@ -290,7 +290,7 @@ def test_one_that_is_evicted_has_all_of_its_time_for_a_descriptor_again():
     node.now = 50.0
     rest.release()
     node.step()
-    assert node.logic.wake_at_s == 50.5 + 60.0  # from the end of the step
+    assert node.scheduler.wake_at_s == 50.5 + 60.0  # from the end of the step
     node.tick(110.5)
     assert node.event("read", "failed").reason == reasons.TRANSFER_FAILED
 
@@ -380,10 +380,10 @@ def test_the_time_for_the_next_descriptor_runs_from_the_revocation():
     node = Node(descriptor_timeout_s=60.0)
     request = node.has_read("a", 5)
     node.deliver(request)
-    assert node.logic.wake_at_s is None
+    assert node.scheduler.wake_at_s is None
     node.now = 100.0
     node.send_fails(request, reasons.TRANSFER_REVOKED)
-    assert node.logic.wake_at_s == 160.0
+    assert node.scheduler.wake_at_s == 160.0
     node.tick(159.9)
     assert node.words("a") == ["first_token"]
     node.tick(160.0)

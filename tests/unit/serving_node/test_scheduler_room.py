@@ -4,7 +4,7 @@ import pytest
 
 from decode_node.preemption import MAX_EVICTIONS
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import Node, prompt_of
+from tests.unit.serving_node.scheduler_kit import Node, prompt_of
 
 
 def test_a_prompt_that_was_here_before_gets_the_blocks_of_a_grant():
@@ -56,7 +56,7 @@ def test_the_youngest_goes_first_and_no_more_than_is_needed():
         node.has_read(name, 8, age=age)
     node.prefill("older", 13, age=4)  # 4 blocks, 2 are free
     assert node.step() == [("older", 0, 13)]
-    waiting = [each.request.request_id for each in node.logic.node_requests if each.lease is None]
+    waiting = [each.request.request_id for each in node.scheduler.node_requests if each.lease is None]
     assert waiting == ["youngest"]
 
 
@@ -133,7 +133,9 @@ def test_nothing_is_taken_back_while_the_node_has_something_to_compute():
     grant = node.reserve("granted", 7, age=9)
     node.prefill("prompt", 13, age=2)
     while node.step():
-        assert node.cancelled == [] or "writes" not in [each.request.request_id for each in node.logic.node_requests]
+        assert node.cancelled == [] or "writes" not in [
+            each.request.request_id for each in node.scheduler.node_requests
+        ]
     assert node.cancelled == [grant.epoch]
 
 
@@ -276,7 +278,7 @@ def test_an_older_one_takes_the_place_of_younger_ones_that_only_wait():
     node.prefill("older", 16, age=5)
     assert names_in(node.step()) == ["own", "older"]
     assert names_in(node.step()) == ["own"]
-    waiting = [each.request.request_id for each in node.logic.node_requests if each.lease is None]
+    waiting = [each.request.request_id for each in node.scheduler.node_requests if each.lease is None]
     assert waiting == ["out 1"]
 
 
@@ -291,7 +293,7 @@ def test_an_older_one_does_not_wait_for_one_that_was_evicted_often():
         assert "read" in names_in(node.step())
     node.prefill("older", 16, age=5, epoch=200)
     assert names_in(node.step()) == ["own", "older"]
-    assert all(each.lease is not None for each in node.logic.node_requests)
+    assert all(each.lease is not None for each in node.scheduler.node_requests)
 
 
 def test_what_the_cap_holds_back_is_promised_no_blocks():

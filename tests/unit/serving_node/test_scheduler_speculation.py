@@ -7,7 +7,7 @@ from decode_node import speculation
 from decode_node.speculation import LEAST_STEPS, LONGEST, Lookup
 from serving_core.node.costs import StepCosts
 from tests.toy_kv import NUM_TOKEN_IDS, answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_SIZE, STEP_S, Node, prompt_of
+from tests.unit.serving_node.scheduler_kit import BLOCK_SIZE, STEP_S, Node, prompt_of
 
 MOST = 3
 PROMPT = prompt_of(6)
@@ -63,7 +63,7 @@ def test_behind_a_wrong_one_nothing_is_told(oracle):
     assert draft_tokens(node) == {"a": MOST}
     node.end()
     assert len(PROMPT) + 1 + len(node.tokens("a")) == num_known + 2
-    counts = node.logic.speculation.counts
+    counts = node.scheduler.speculation.counts
     assert (counts.num_drafts, counts.num_proposed, counts.num_accepted) == (1, MOST, 1)
     node.steps()
     assert node.tokens("a") == answer_of(PROMPT, 24)[1:]
@@ -73,10 +73,10 @@ def test_behind_a_wrong_one_nothing_is_told(oracle):
 def test_steps_count_every_token_and_costs_only_those_without():
     costs = NotedCosts()
     node = writes(costs=costs)
-    before, learned = node.logic.steps.num_output_tokens, len(costs.loads)
+    before, learned = node.scheduler.steps.num_output_tokens, len(costs.loads)
     assert learned
     node.step()
-    assert node.logic.steps.num_output_tokens == before + 1 + MOST
+    assert node.scheduler.steps.num_output_tokens == before + 1 + MOST
     assert len(costs.loads) == learned
 
 
@@ -125,7 +125,7 @@ def test_a_step_that_reads_a_prompt_has_none():
 
 def test_an_answer_that_moves_has_none_and_takes_those_of_its_step_along():
     node = writes()
-    request = next(iter(node.logic.node_requests)).request
+    request = next(iter(node.scheduler.node_requests)).request
     assert draft_tokens(node) == {"a": MOST}
     node.migrate(request, num_known=len(PROMPT))
     node.end()
@@ -139,7 +139,7 @@ def test_an_answer_that_moves_has_none_and_takes_those_of_its_step_along():
 
 def test_one_does_not_move_where_its_step_may_need_more_blocks_than_were_granted():
     node = writes()
-    (node_request,) = node.logic.node_requests
+    (node_request,) = node.scheduler.node_requests
     assert draft_tokens(node) == {"a": MOST}
     num_blocks = -(-(node_request.num_computed + 1) // BLOCK_SIZE)
     node.migrate(node_request.request, num_blocks=num_blocks, num_known=len(PROMPT))
@@ -154,7 +154,7 @@ def test_draft_tokens_take_only_blocks_that_nobody_else_would_get():
     assert draft_tokens(node) == {"a": MOST}
     full = Node(4, draft_tokens=MOST, is_batch_invariant=True)
     writes(node=full, max_tokens=10)
-    (node_request,) = full.logic.node_requests
+    (node_request,) = full.scheduler.node_requests
     taken = full.allocator.allocate(full.num_free)
     room = len(node_request.lease.block_ids) * BLOCK_SIZE - node_request.num_computed - 1
     assert room < MOST
@@ -180,7 +180,7 @@ def test_the_budget_of_a_step_counts_them():
 
 def test_one_that_is_cancelled_in_the_step_says_no_more():
     node = writes()
-    request = next(iter(node.logic.node_requests)).request
+    request = next(iter(node.scheduler.node_requests)).request
     told = node.tokens("a")
     node.begin()
     node.cancel(request)

@@ -9,7 +9,7 @@ import pytest
 from prefill_node.scheduler import FLOOR
 from protos import fleet_pb2
 from serving_core.node.requests import RequestState
-from tests.unit.serving_node.logic_kit import BLOCK_SIZE, Node
+from tests.unit.serving_node.scheduler_kit import BLOCK_SIZE, Node
 from tests.unit.serving_node.slack_kit import ExactCosts
 
 BUDGET = 8
@@ -62,7 +62,7 @@ def test_how_long_the_least_important_waits_for_others_without_end(kind, num_blo
             ask(f"important {next(numbers)}", BUDGET, priority=-1, max_tokens=3)
         shares = node.step()
         num_others += sum(tokens for name, start, tokens in shares if name != "least" and start < BUDGET)
-        for request in [each.request for each in node.logic.node_requests if each.state is RequestState.PREFILLED]:
+        for request in [each.request for each in node.scheduler.node_requests if each.state is RequestState.PREFILLED]:
             node.deliver(request)
             node.sent(request)
         assert num_others <= PROMPT / FLOOR + 2 * BUDGET + num_in_pool(num_blocks)
@@ -78,7 +78,7 @@ def num_in_pool(num_blocks):
 
 
 def due_of(node, name):
-    (node_request,) = [each for each in node.logic.node_requests if each.request.request_id == name]
+    (node_request,) = [each for each in node.scheduler.node_requests if each.request.request_id == name]
     return node_request.due
 
 

@@ -8,8 +8,8 @@ from serving_core.node.requests import RequestState
 from serving_core.slo import Due
 from serving_node.admission import credit_order
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import Node, prompt_of
 from tests.unit.serving_node.node_requests_kit import House
+from tests.unit.serving_node.scheduler_kit import Node, prompt_of
 
 SCARCE = {"slots": {"slots": 1}, "blocks": {"num_blocks": 6}}  # room for one prompt of 12 tokens
 
@@ -66,9 +66,9 @@ def test_the_first_of_its_kv_counts_for_this_grant_alone():
     assert node.cancelled == [batch.epoch, older.epoch, batch.epoch]
 
 
-def test_grants_are_taken_back_one_by_one_from_the_last_to_be_read():
+def test_credits_are_taken_back_one_by_one_from_the_last_to_be_read():
     node = Node(slots=3)
-    grants = {
+    credits = {
         name: node.reserve(name, 4, age=age, priority=priority)
         for name, age, priority in (("first", 1, 10), ("second", 2, 10), ("urgent", 3, 0))
     }
@@ -76,14 +76,14 @@ def test_grants_are_taken_back_one_by_one_from_the_last_to_be_read():
     for chat in chats:
         node.begun(chat)
     for place, name in enumerate(["second", "first", "urgent"]):
-        assert node.cancelled == [grants[each].epoch for each in ["second", "first", "urgent"][: place + 1]]
-        node.receive_fails(grants[name])
+        assert node.cancelled == [credits[each].epoch for each in ["second", "first", "urgent"][: place + 1]]
+        node.receive_fails(credits[name])
         assert node.words(f"chat {place}") == ["reserved"]
     assert len(node.cancelled) == 3, "what is read gives nothing up for younger ones"
     for chat in chats[:3]:
         node.arrive(chat)
     node.steps()
-    assert [node.words(name)[2:] for name in grants] == [["reserved"], [], ["reserved"]], "and the last one waits"
+    assert [node.words(name)[2:] for name in credits] == [["reserved"], [], ["reserved"]], "and the last one waits"
 
 
 def test_what_nobody_has_read_takes_nothing_from_others_however_old_it_is():

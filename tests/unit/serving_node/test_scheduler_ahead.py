@@ -4,7 +4,7 @@ import pytest
 
 from serving_core.requests import NO_TOKEN, SampledToken
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_SIZE, STEP_S, Node, prompt_of
+from tests.unit.serving_node.scheduler_kit import BLOCK_SIZE, STEP_S, Node, prompt_of
 
 NAMES = "abc"
 
@@ -19,13 +19,13 @@ def three_write(max_tokens=16, **options):
 
 
 def ahead(node):
-    return node.logic.plan_next(node.works)
+    return node.scheduler.plan_next(node.works)
 
 
 def follow(node):
     """The running step ends, and what is ahead of it runs; tells whether it does."""
     works, given = node.works, [SampledToken(token_id) for token_id in node.sampled]
-    if not (planned := ahead(node)) or node.logic.ends_any(works, given):
+    if not (planned := ahead(node)) or node.scheduler.ends_any(works, given):
         return False
     node.kv.verify(works)
     node.now += STEP_S
@@ -41,7 +41,7 @@ def test_answers_are_those_that_plan_gives_and_the_last_tokens_step_has_none_ahe
     node = three_write()
     num_followed = 0
     while follow(node):
-        assert all(node_request.in_step for node_request in node.logic.node_requests)
+        assert all(node_request.in_step for node_request in node.scheduler.node_requests)
         num_followed += 1
     node.end()
     node.steps()
@@ -89,16 +89,16 @@ def test_an_answer_that_is_cancelled_when_the_next_step_has_begun_ends_behind_th
     cancelled = node.works[0].request
     works, given = node.works, [SampledToken(token_id) for token_id in node.sampled]
     planned = ahead(node)
-    assert not node.logic.ends_any(works, given)
+    assert not node.scheduler.ends_any(works, given)
     node.cancel(cancelled)  # too late for the step behind
     node.now += STEP_S
     node.worker.step_done(works, given, STEP_S, goes_on=True)
-    assert len(node.logic.node_requests) == 3, "its blocks are in use"
+    assert len(node.scheduler.node_requests) == 3, "its blocks are in use"
     node.works = planned
     node.settle()
     node.sampled = node.kv.step(planned, [work.request for work in planned])
     node.end()
-    assert len(node.logic.node_requests) == 2
+    assert len(node.scheduler.node_requests) == 2
     node.steps()
     node.check_empty()
 
@@ -131,4 +131,4 @@ def test_a_token_that_ends_its_answer_is_told_before_it_is_taken_in(sampling, to
     node = Node(num_blocks=64)
     node.writes("a", prompt_of(5), **sampling)
     node.begin()
-    assert node.logic.ends_any(node.works, [token]) is ends
+    assert node.scheduler.ends_any(node.works, [token]) is ends

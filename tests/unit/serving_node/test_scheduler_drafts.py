@@ -7,7 +7,7 @@ from decode_node import speculation
 from decode_node.speculation import BUDGET_S, LEAST_STEPS, DraftModel
 from serving_core.node.requests import Distributed, HolderEndpoint
 from tests.toy_kv import NUM_TOKEN_IDS, answer_of
-from tests.unit.serving_node.logic_kit import Node, prompt_of
+from tests.unit.serving_node.scheduler_kit import Node, prompt_of
 
 BLOCK_SIZE = 8  # another than the node's own
 MOST = 3
@@ -31,7 +31,7 @@ class DraftingNode(Node):
             num_blocks,
             **{"draft_tokens": MOST, "is_batch_invariant": True, "budget": 256, "draft_model": model, **options},
         )
-        self.drafts = self.logic.speculation.drafts
+        self.drafts = self.scheduler.speculation.drafts
         self.draft_s = draft_s
         self.wrong = set()  # lengths of texts behind which a wrong token is written
         self.rounds = []  # of each time it computed, (tokens, draft tokens) of each answer
@@ -50,7 +50,7 @@ class DraftingNode(Node):
         self._store(share.block_ids, share.start, share.token_ids)
         end = share.start + share.num_tokens
         text = [self.held[self._place(share.block_ids, at)] for at in range(end)]
-        known = {tuple(each.request.token_ids[:end]) for each in self.logic.node_requests}
+        known = {tuple(each.request.token_ids[:end]) for each in self.scheduler.node_requests}
         assert tuple(text) in known, "it has read what nobody says"
         written = []
         for _ in range(work.num_draft_tokens):
@@ -97,7 +97,7 @@ def test_a_text_is_read_and_then_written_ahead_of():
     node.step()
     assert len(node.tokens("a")) == num_told + 2 + 1 + MOST
     assert is_right(node, "a")
-    counts = node.logic.speculation.counts
+    counts = node.scheduler.speculation.counts
     assert counts.num_accepted == counts.num_proposed > NUM_TOKENS / 2
 
 
@@ -110,9 +110,9 @@ def test_a_long_text_is_read_in_chunks_and_has_no_draft_tokens_before():
         (MOST_READ, 0),
         (len(LONG) + 1 + LEAST_STEPS + 2 - 2 * MOST_READ, 1),
     ]
-    assert node.logic.speculation.counts.num_proposed == 0
+    assert node.scheduler.speculation.counts.num_proposed == 0
     assert is_right(node, "a", prompt=LONG)
-    assert node.logic.speculation.counts.num_accepted > 0
+    assert node.scheduler.speculation.counts.num_accepted > 0
 
 
 def test_wrong_ones_are_written_over():
@@ -120,7 +120,7 @@ def test_wrong_ones_are_written_over():
     node.wrong = {len(PROMPT) + at for at in range(0, 60, 3)}
     begun("a", "b", node=node, max_tokens=60)
     assert is_right(node, "a", "b", max_tokens=60)
-    counts = node.logic.speculation.counts
+    counts = node.scheduler.speculation.counts
     assert 0 < counts.num_accepted < counts.num_proposed
 
 
@@ -151,7 +151,7 @@ def test_texts_are_no_longer_than_it_reads():
 
 def test_one_that_moves_or_ends_leaves_nothing():
     node = begun("a", "b")
-    request = next(iter(node.logic.node_requests)).request
+    request = next(iter(node.scheduler.node_requests)).request
     node.migrate(request, num_known=len(PROMPT))
     assert node.drafts.num_blocks > 0
     node.step()
@@ -166,7 +166,7 @@ def test_nothing_is_written_ahead_of_one_that_may_have_blocks_elsewhere():
     """It would have no draft_tokens."""
     node = DraftingNode(tile_tokens=4 * BLOCK_SIZE)
     node.writes("a", PROMPT, max_tokens=NUM_TOKENS)
-    (node_request,) = node.logic.node_requests
+    (node_request,) = node.scheduler.node_requests
     node_request.distributed = Distributed((HolderEndpoint("host:1", b""),))
     begun(node=node)
     assert is_right(node, "a")
@@ -216,7 +216,7 @@ def test_what_it_gains_lets_it_read_more():
         begun(name, node=node, prompt=LONG, max_tokens=60)
         assert is_right(node, name, prompt=LONG, max_tokens=60)
     assert sum(node.draft_s for _ in node.rounds) > BUDGET_S + 0.02 * node.now
-    assert node.logic.speculation.counts.num_accepted > 4 * 60 / 4
+    assert node.scheduler.speculation.counts.num_accepted > 4 * 60 / 4
 
 
 def test_a_model_that_fails_is_asked_no_more():

@@ -7,7 +7,7 @@ from serving_core import reasons
 from serving_core.node.requests import RequestState
 from serving_node import migration
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
+from tests.unit.serving_node.scheduler_kit import BLOCK_BYTES, Node, prompt_of
 
 PROMPT = 9  # tokens: three blocks, of which the last holds one
 
@@ -22,7 +22,7 @@ def writes(num_blocks=16, max_tokens=30, num_steps=0, **options):
 
 
 def node_request(node, name="a"):
-    return next(each for each in node.logic.node_requests if each.request.request_id == name)
+    return next(each for each in node.scheduler.node_requests if each.request.request_id == name)
 
 
 def stage(node, name="a"):
@@ -125,10 +125,10 @@ def test_it_waits_for_that_only_so_long():
     node, request = writes(descriptor_timeout_s=60.0)
     node.migrate(request)
     node.caught_up(request)
-    assert node.logic.wake_at_s is None
+    assert node.scheduler.wake_at_s is None
     node.now = 100.0
     node.sent(request)
-    assert node.logic.wake_at_s == 160.0
+    assert node.scheduler.wake_at_s == 160.0
     node.tick(160.0)
     failed = node.event("a", "failed")
     assert failed.reason == reasons.TRANSFER_FAILED

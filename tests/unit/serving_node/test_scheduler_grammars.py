@@ -4,7 +4,7 @@ import pytest
 
 from serving_core.errors import RequestError
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import Node, prompt_of
+from tests.unit.serving_node.scheduler_kit import Node, prompt_of
 
 GUIDE = object()
 
@@ -85,8 +85,8 @@ def test_nobody_is_preempted_for_a_prompt_that_waits_for_its_grammar():
     young = node.has_read("young", 8, age=2)
     node.local("old", 8, age=1, grammar="g")
     assert not node.begin()
-    assert node.logic.node_requests.find(young).num_evictions == 0
+    assert node.scheduler.node_requests.find(young).num_evictions == 0
     node.compiled(GUIDE)
     node.steps()
-    assert node.logic.node_requests.find(young).num_evictions == 1
+    assert node.scheduler.node_requests.find(young).num_evictions == 1
     assert len(node.tokens("old")) == 4

@@ -5,13 +5,13 @@ import pytest
 from serving_core import reasons
 from serving_core.node.requests import RequestState
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import Node, prompt_of
+from tests.unit.serving_node.scheduler_kit import Node, prompt_of
 
 ANSWER = answer_of(prompt_of(13), 6)
 
 
 def stage(node, name="a"):
-    return next(each.state for each in node.logic.node_requests if each.request.request_id == name)
+    return next(each.state for each in node.scheduler.node_requests if each.request.request_id == name)
 
 
 def check_answered(node):
@@ -44,9 +44,9 @@ def test_it_waits_for_no_descriptor_any_more():
     request = node.prefill("a", 13, max_tokens=6)
     node.step()
     node.step()
-    assert node.logic.wake_at_s is not None
+    assert node.scheduler.wake_at_s is not None
     node.keep(request)
-    assert node.logic.wake_at_s is None
+    assert node.scheduler.wake_at_s is None
     assert stage(node) is RequestState.PREFILLED
     node.deliver(request)
     assert request.epoch not in node.sending

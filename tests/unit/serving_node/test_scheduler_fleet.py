@@ -161,7 +161,7 @@ def test_answers_with_draft_tokens_are_the_same(faults):
         fleet.check_end()
         total += seen(fleet)
         for node in fleet.nodes:
-            counts = node.logic.speculation.counts
+            counts = node.scheduler.speculation.counts
             total["came"] += counts.num_accepted
             total["missed"] += counts.num_proposed - counts.num_accepted
     happened = ("came", "missed", "migrated", "migrations_off", "preempted")

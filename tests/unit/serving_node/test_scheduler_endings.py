@@ -6,7 +6,7 @@ from protos import fleet_pb2
 from serving_core import reasons
 from serving_core.node.prefix import hint_of
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES, STEP_S, Node, prompt_of
+from tests.unit.serving_node.scheduler_kit import BLOCK_BYTES, STEP_S, Node, prompt_of
 
 # ---- every stage ----
 
@@ -143,7 +143,7 @@ def test_it_ends_once_when_nothing_touches_its_blocks_any_more(stage, end):
     assert node.cancelled == [case.request.epoch] * transfers
     for let_go in touching:
         assert node.words("a") == case.told
-        assert not node.logic.is_idle
+        assert not node.scheduler.is_idle
         let_go()
     if is_awaiting:
         case.rest.release()
@@ -298,7 +298,7 @@ def test_what_is_to_be_computed_with_an_adapter_that_is_not_here_is_refused(comm
     getattr(node, command)("a", 5, adapter="sql")
     failed = node.event("a", "failed")
     assert (failed.reason, failed.message) == (reasons.MODEL_NOT_FOUND, "no node has an adapter 'sql' any more")
-    assert not len(node.logic.node_requests)
+    assert not len(node.scheduler.node_requests)
 
 
 @pytest.mark.parametrize("command", [{}, {"welcome": fleet_pb2.Welcome()}])
@@ -327,11 +327,11 @@ def test_a_command_of_a_later_version_is_answered_as_failed():
 def test_a_descriptor_that_does_not_come_fails_the_prompt():
     node = Node(descriptor_timeout_s=60.0)
     node.now = 5.0
-    assert node.logic.wake_at_s is None
+    assert node.scheduler.wake_at_s is None
     node.prefill("a", 5)
-    assert node.logic.wake_at_s is None  # its time begins when it is read
+    assert node.scheduler.wake_at_s is None  # its time begins when it is read
     node.step()
-    assert node.logic.wake_at_s == 5.0 + STEP_S + 60.0
+    assert node.scheduler.wake_at_s == 5.0 + STEP_S + 60.0
     node.tick(65.0)
     assert node.words("a") == ["first_token"]
     node.tick(65.5)
@@ -347,13 +347,13 @@ def test_credit_that_does_not_come_fails_the_request():
     node.reserve("early", 4)
     node.now = 3.0
     node.reserve("late", 4)
-    assert node.logic.wake_at_s == 32.0
+    assert node.scheduler.wake_at_s == 32.0
     node.tick(32.0)
     failed = node.event("early", "failed")
     assert failed.reason == reasons.QUEUE_FULL
     assert failed.message == "the decode node had no room for the request within 30.0 s"
     assert node.words("late") == []
-    assert node.logic.wake_at_s == 33.0
+    assert node.scheduler.wake_at_s == 33.0
 
 
 def test_what_is_computed_or_on_its_way_is_not_timed_here():
@@ -363,7 +363,7 @@ def test_what_is_computed_or_on_its_way_is_not_timed_here():
     node.reserve("granted", 4)
     node.local("reading", 13)
     node.step()
-    assert node.logic.wake_at_s is None
+    assert node.scheduler.wake_at_s is None
     node.tick(1e9)
     assert not any(event.HasField("failed") for event in node.events)
 
@@ -401,7 +401,7 @@ def test_describe_counts_every_stage():
     assert load.num_blocks_cached == 0
     assert load.num_prompt_tokens == 9 + 9 + 30
     assert load.num_kv_bytes == 3 * BLOCK_BYTES
-    node.logic.is_draining = True
+    node.scheduler.is_draining = True
     assert node.load.state == "draining"
 
 
@@ -489,7 +489,7 @@ def test_a_new_coordinator_is_told_everything():
     node.step()
     told = set(node.hints)
     node.detached()
-    node.logic.attached()
+    node.scheduler.attached()
     node.hints.clear()
     assert node.load.num_blocks_cached == 2
     assert node.hints == told == hints(node)

@@ -8,7 +8,7 @@ from serving_core import reasons
 from serving_core.node.prefix import CHUNK, EITHER, MIXED_NUMERICS
 from serving_core.node.requests import RequestState
 from tests.toy_kv import ELSEWHERE, HERE, answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
+from tests.unit.serving_node.scheduler_kit import BLOCK_BYTES, Node, prompt_of
 
 COMMON = prompt_of(20)  # five blocks
 MAX_TOKENS = 9
@@ -41,7 +41,7 @@ def finish(node, *numbers):
 
 
 def of(node, number):
-    return next(each for each in node.logic.node_requests if each.request.request_id == f"r{number}")
+    return next(each for each in node.scheduler.node_requests if each.request.request_id == f"r{number}")
 
 
 def open_descriptor(node, request):
@@ -107,7 +107,7 @@ def test_blocks_whose_bits_their_names_do_not_tell_come_all_the_same(is_batch_in
         node.steps()
         first = node.reserve("again", alike(1), salt="one", max_tokens=MAX_TOKENS)
     node.arrive(first)
-    names = [each.names for each in node.logic.node_requests]
+    names = [each.names for each in node.scheduler.node_requests]
     assert names[-1].numerics_ids[:5] == numerics_ids
     second = arrives(node, 2)
     num_alike = numerics_ids.count(HERE + EITHER)
@@ -209,7 +209,7 @@ def writes(**options):
 
 
 def name_of_block(node, index):
-    (node_request,) = node.logic.node_requests
+    (node_request,) = node.scheduler.node_requests
     return node_request.names.names[index]
 
 
@@ -250,7 +250,7 @@ def test_it_can_move_whole_after_that():
     node.keep(request)
     node.migrate(request)
     assert len(node.sending[request.epoch].block_ids) == 2
-    assert [each.state for each in node.logic.node_requests] == [RequestState.RUNNING]
+    assert [each.state for each in node.scheduler.node_requests] == [RequestState.RUNNING]
     node.caught_up(request)
     node.sent(request)
     node.cancel(request)

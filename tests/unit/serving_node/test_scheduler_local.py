@@ -4,7 +4,7 @@ import pytest
 
 from protos import inference_pb2
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import STEP_S, Node, prompt_of
+from tests.unit.serving_node.scheduler_kit import STEP_S, Node, prompt_of
 
 LENGTH, STOP = inference_pb2.FINISH_REASON_LENGTH, inference_pb2.FINISH_REASON_STOP
 

@@ -5,7 +5,7 @@ import pytest
 from protos import inference_pb2
 from serving_core import reasons
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
+from tests.unit.serving_node.scheduler_kit import BLOCK_BYTES, Node, prompt_of
 
 LENGTH = inference_pb2.FINISH_REASON_LENGTH
 
@@ -25,7 +25,7 @@ def test_credit_takes_the_prompt_and_the_first_token_to_come():
 
 def test_the_descriptor_is_told_when_every_rank_awaits_the_blocks():
     node = Node()
-    node.grants_at_once = False
+    node.credits_at_once = False
     request = node.reserve("a", 8)
     assert node.words("a") == []
     node.grant(request)
@@ -328,5 +328,5 @@ def test_without_caching_every_block_is_sent():
 def test_the_ranks_that_send_are_known_when_the_descriptor_is_drawn(tp_size):
     node = Node()
     request = node.reserve("a", 8, tp_size=tp_size)
-    (node_request,) = [each for each in node.logic.node_requests if each.request.epoch == request.epoch]
+    (node_request,) = [each for each in node.scheduler.node_requests if each.request.epoch == request.epoch]
     assert node_request.incoming.source_tp == max(1, tp_size)

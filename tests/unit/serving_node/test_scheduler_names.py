@@ -5,7 +5,7 @@ import pytest
 from serving_core.node.prefix import CHUNK, EITHER, MIXED_NUMERICS, STEP
 from tests.toy_kv import NUMERICS, answer_of
 from tests.unit.serving_node.fleet_kit import Fleet
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES, BLOCK_SIZE, prompt_of
+from tests.unit.serving_node.scheduler_kit import BLOCK_BYTES, BLOCK_SIZE, prompt_of
 
 READ, WRITTEN = (NUMERICS[0] + kind for kind in (CHUNK, STEP))
 READ_THERE, WRITTEN_THERE = (NUMERICS[1] + kind for kind in (CHUNK, STEP))

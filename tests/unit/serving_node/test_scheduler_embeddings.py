@@ -4,7 +4,7 @@ import pytest
 
 from serving_core.requests import LAST, MEAN, Pooling
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_SIZE, EMBEDDING, STEP_S, Node, prompt_of
+from tests.unit.serving_node.scheduler_kit import BLOCK_SIZE, EMBEDDING, STEP_S, Node, prompt_of
 
 
 @pytest.mark.parametrize("role", ["prefill", "mixed", "decode"])

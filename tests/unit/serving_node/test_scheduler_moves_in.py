@@ -8,8 +8,8 @@ from serving_core import reasons
 from serving_core.node.prefix import CHUNK
 from serving_node.migration import MAX_TAIL_TOKENS
 from tests.toy_kv import ELSEWHERE
-from tests.unit.serving_node.logic_kit import Node, prompt_of
-from tests.unit.serving_node.test_logic_migrations import ANSWER, PROMPT, node_request
+from tests.unit.serving_node.scheduler_kit import Node, prompt_of
+from tests.unit.serving_node.test_scheduler_migrations import ANSWER, PROMPT, node_request
 
 
 def test_it_goes_on_behind_the_tokens_that_came_with_it():

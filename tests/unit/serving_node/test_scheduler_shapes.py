@@ -8,7 +8,7 @@ from protos import inference_pb2
 from serving_core.shapes import Shape
 from tests.effort import few
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import Node, prompt_of
+from tests.unit.serving_node.scheduler_kit import Node, prompt_of
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,11 @@ def test_a_new_shape_is_told_at_once():
 def test_its_home_is_what_it_was_before_it_was_lent():
     node = Node(budget=8, slots=3, role="decode")
     node.reshape(8, 3, accepts_transfers=True, is_temporary=True)
-    assert (node.logic.shape, node.logic.home) == (Shape(8, 3, True), Shape(0, 3, True))
+    assert (node.scheduler.shape, node.scheduler.home) == (Shape(8, 3, True), Shape(0, 3, True))
     node.reshape(8, 2, accepts_transfers=True)
-    assert (node.logic.shape, node.logic.home) == (Shape(8, 2, True), Shape(8, 2, True))
+    assert (node.scheduler.shape, node.scheduler.home) == (Shape(8, 2, True), Shape(8, 2, True))
     node.reshape(9, 2, accepts_transfers=True)  # which it refuses
-    assert (node.logic.shape, node.logic.home) == (Shape(8, 2, True), Shape(8, 2, True))
+    assert (node.scheduler.shape, node.scheduler.home) == (Shape(8, 2, True), Shape(8, 2, True))
 
 
 @pytest.mark.parametrize(("prompt_tokens", "slots"), [(9, 0), (0, 4), (0, 0)])

@@ -4,7 +4,7 @@ import pytest
 
 from serving_core.node.requests import RequestState
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_BYTES, Node, prompt_of
+from tests.unit.serving_node.scheduler_kit import BLOCK_BYTES, Node, prompt_of
 
 COMMON = prompt_of(20)  # five blocks
 
@@ -185,7 +185,7 @@ def test_what_does_not_stand_behind_the_same_blocks_is_not_found_and_comes_once_
 def test_what_takes_too_long_is_sent_for_each():
     node = Node(32, credit_timeout_s=5.0)
     first, second = (reserve(node, number) for number in range(1, 3))
-    assert node.logic.wake_at_s == 5.0
+    assert node.scheduler.wake_at_s == 5.0
     node.tick(5.0)
     assert node.opened.keys() == {first.epoch, second.epoch}
     assert words(node, 2) == ["reserved"]
@@ -200,7 +200,7 @@ def test_what_takes_too_long_leaves_the_time_for_credit_as_it_is():
     first, _ = (reserve(node, number) for number in range(1, 3))
     node.tick(5.0)
     assert words(node, 2) == []
-    assert node.logic.wake_at_s == 10.0
+    assert node.scheduler.wake_at_s == 10.0
     node.tick(10.0)
     assert words(node, 2) == ["failed"]
     assert node.event("r2", "failed").reason == "QUEUE_FULL"
@@ -250,9 +250,9 @@ def test_steps_are_planned_ahead_while_prompts_only_wait_for_what_another_one_br
     node.writes("answer", 5, max_tokens=20, age=1)
     for number in (2, 3):
         reserve(node, number)
-    assert [each.state for each in node.logic.node_requests][1:] == [
+    assert [each.state for each in node.scheduler.node_requests][1:] == [
         RequestState.RECEIVING_KV,
         RequestState.WAITING_FOR_BLOCKS,
     ]
     node.begin()
-    assert node.logic.plan_next(node.works)
+    assert node.scheduler.plan_next(node.works)

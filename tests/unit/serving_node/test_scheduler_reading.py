@@ -4,7 +4,7 @@ import pytest
 
 from serving_core import reasons
 from tests.toy_kv import answer_of
-from tests.unit.serving_node.logic_kit import BLOCK_SIZE, STEP_S, Node, prompt_of, token_of
+from tests.unit.serving_node.scheduler_kit import BLOCK_SIZE, STEP_S, Node, prompt_of, token_of
 
 
 def test_a_long_prompt_goes_in_chunks_and_a_short_one_joins_its_last():
@@ -89,7 +89,7 @@ def test_blocks_may_leave_during_the_step_that_computes_them_only_where_another_
     node.prefill("there", 5)
     node.local("here", 5)
     node.begin()
-    assert [work.request.request_id for work in node.logic.sends_while(node.works)] == ["there"]
+    assert [work.request.request_id for work in node.scheduler.sends_while(node.works)] == ["there"]
 
 
 def test_a_second_descriptor_for_one_that_is_sent_changes_nothing():
@@ -126,7 +126,7 @@ def test_an_answer_of_one_token_ends_with_its_first_and_is_not_sent():
     assert node.words("a") == ["first_token"]
     assert request.epoch not in node.sending
     assert node.cancelled == [other.epoch]
-    assert not node.logic.is_idle  # until nobody reads the blocks any more
+    assert not node.scheduler.is_idle  # until nobody reads the blocks any more
     node.send_fails(other)
     node.check_empty()
 
