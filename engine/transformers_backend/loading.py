@@ -36,8 +36,12 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.utils.generic import ContextManagers
 from transformers.utils.logging import disable_progress_bar
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from engine.attention.paged import Attention
 from engine.forward_batch import build_batch
@@ -64,6 +68,7 @@ from serving_core.layout import KVLayout
 from serving_core.model_files.config import ModelConfig
 from serving_core.model_files.load_progress import LoadProgress
 from serving_core.model_files.rope import LONGROPE
+from serving_core.model_files.stored_quantization import FP8, MXFP4
 from serving_core.model_files.stored_tensors import FLOATS
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
@@ -194,6 +199,8 @@ BESIDE_PLANS: Final[Mapping[str, Mapping[str, str]]] = {  # modules of divided a
     "Glm4MoeLiteForCausalLM": {"model.layers.*.self_attn.q_proj": "colwise"},
 }
 PACKED: Final = 2  # matrices in one, stacked
+INTEGERS: Final = ("I64", "I32")  # of tables in a model
+QUANTIZED: Final = (FP8, "U8")  # storage formats of weights that become floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,12 +382,14 @@ def load_transformers(
         check_quantizable(model, settings.quantization)
     try:
         checkpoint = open_checkpoint(folder)
-        stored = _stored(model, TextPart(checkpoint) if config.is_text_part else checkpoint, names, cuts)
+        quantizer = _dequantizer(config)
+        of_text = TextPart(checkpoint) if config.is_text_part else checkpoint
+        stored = _stored(model, of_text, names, cuts, quantizer)
         num_bytes = sum(each.num_bytes for each in stored.values())
         with LoadProgress(num_bytes, len(stored), is_shown=shows_progress) as progress:
             for each in stored.values():
                 each.progress = progress
-            _fill(model, stored, dtype, device)
+            _fill(model, stored, dtype, device, quantizer)
     except UNREADABLE as error:
         raise ModelError(f"transformers cannot fill {config.architecture}: {in_a_line(error)}") from error
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -472,14 +481,33 @@ def _class_of(theirs: PreTrainedConfig, architecture: str) -> Any:
     return model_class
 
 
+def _dequantizer(config: ModelConfig) -> HfQuantizer | None:
+    """Return transformers' part that makes floats of quantized weights; None for weights that are floats."""
+    stored = config.stored_quantization
+    if stored is None:
+        return None
+    if stored.method == MXFP4:
+        return Mxfp4HfQuantizer(Mxfp4Config(dequantize=True), pre_quantized=True)
+    fp8 = FineGrainedFP8Config(weight_block_size=stored.block, dequantize=True)  # type: ignore[arg-type]  # None too
+    return FineGrainedFP8HfQuantizer(fp8, pre_quantized=True)
+
+
 class _Stored:
     """This rank's part of a tensor, in place of the file slice that transformers reads, from any thread."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, lock: Lock, dim: int, runs: list[range] | None) -> None:
-        """Hold these runs of dimension `dim`; None: all."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        lock: Lock,
+        dim: int,
+        runs: list[range] | None,
+        dtypes: tuple[str, ...],
+    ) -> None:
+        """Hold these runs of dimension `dim`; None: all. The tensor must have one of `dtypes`."""
         self._checkpoint, self._name, self._lock = checkpoint, name, lock
         self._dim, self._runs = dim, runs
-        self._part = whole_tensor(name, checkpoint.describe(name)[0], FLOATS)
+        self._part = whole_tensor(name, checkpoint.describe(name)[0], dtypes)
         self.progress: LoadProgress | None = None  # told of the bytes when they are read
 
     @property
@@ -487,6 +515,10 @@ class _Stored:
         """Return the tensor's bytes in the file."""
         of_all = self._checkpoint.stored_bytes(self._part)
         return of_all if self._runs is None else of_all * sum(map(len, self._runs)) // self._part.shape[self._dim]
+
+    def get_dtype(self) -> str:
+        """Return the name of the stored dtype, as transformers asks file slices for it."""
+        return self._checkpoint.describe(self._part.name)[1]
 
     def __getitem__(self, key: EllipsisType) -> torch.Tensor:
         """Return a copy of this rank's part."""
@@ -507,21 +539,27 @@ class _Stored:
 
 
 def _stored(
-    model: PreTrainedModel, checkpoint: Checkpoint, names: dict[str, Any], cuts: Mapping[str, Cut]
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    names: dict[str, Any],
+    cuts: Mapping[str, Cut],
+    quantizer: HfQuantizer | None,
 ) -> "dict[str, _Stored]":
     """Return all tensors of the checkpoint, reduced to this rank's parts. `names` are those of the whole model."""
     lock = Lock()
-    conversions = get_model_conversion_mapping(model)
+    conversions = get_model_conversion_mapping(model, None, quantizer)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     operations = {pattern: each.operations for each in converters for pattern in each.source_patterns}
     held, stored = model.state_dict().keys(), {}
+    of_weights = FLOATS if quantizer is None else (*FLOATS, *QUANTIZED)
     for name in sorted(checkpoint.names(), key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
         if target in names and target not in held:
             continue
+        dtypes = of_weights if target not in names or names[target].is_floating_point() else INTEGERS
         if target not in cuts:
-            stored[name] = _Stored(checkpoint, name, lock, 0, None)
+            stored[name] = _Stored(checkpoint, name, lock, 0, None, dtypes)
             continue
         cut, (shape, _) = cuts[target], checkpoint.describe(name)
         parts = cut.parts
@@ -531,17 +569,24 @@ def _stored(
             parts = 1  # each part is a tensor of its own
         total = shape[cut.dim] if len(shape) >= -cut.dim else 0
         is_as_said = total * cut.parts == cut.total * parts  # else the tensor has another shape, and is refused later
-        stored[name] = _Stored(checkpoint, name, lock, cut.dim, cut.runs(total, parts) if is_as_said else None)
+        stored[name] = _Stored(checkpoint, name, lock, cut.dim, cut.runs(total, parts) if is_as_said else None, dtypes)
     return stored
 
 
-def _fill(model: PreTrainedModel, stored: dict[str, _Stored], dtype: torch.dtype, device: torch.device) -> None:
-    conversions: list[Any] = list(get_model_conversion_mapping(model))
+def _fill(
+    model: PreTrainedModel,
+    stored: dict[str, _Stored],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantizer: HfQuantizer | None,
+) -> None:
+    conversions: list[Any] = list(get_model_conversion_mapping(model, None, quantizer))
     load_config = LoadStateDictConfig(
         dtype=dtype,
         dtype_plan=model._get_dtype_plan(dtype),
         device_map={"": device},
         weight_mapping=conversions,
+        hf_quantizer=quantizer,
     )
     found, _ = model._load_pretrained_model(model, stored, None, load_config)
     model._adjust_missing_and_unexpected_keys(found)

@@ -30,7 +30,7 @@ from serving_core.model_files.differences import (
     read_layer_types,
 )
 from serving_core.model_files.rope import FULL, LONGROPE, DefaultRope, Rope, original_context, read_rope, rope_kind
-from serving_core.model_files.stored_quantization import StoredQuantization, read_stored_quantization
+from serving_core.model_files.stored_quantization import StoredQuantization, read_dequantized, read_stored_quantization
 from serving_core.model_files.tokenizer_files import read_eos_token_id
 from serving_core.requests import LAST, MEAN, Pooling
 
@@ -408,9 +408,6 @@ def _has_qkv_bias(config: JsonFields, architecture: str) -> bool:
 def _transformers_fields(config: JsonFields) -> dict[str, Any]:
     if config.boolean("is_encoder_decoder", False):
         raise ModelError("an encoder-decoder is not supported: its cache is not keys and values of one text")
-    if (quantization := config.nested("quantization_config")) is not None:
-        method = quantization.raw("quant_method")
-        raise ModelError(f"weights quantized by {method!r:.80} are not supported for models that transformers computes")
     sizes = config.renamed(_OTHER_NAMES)
     if isinstance(layer_types := config.raw("layers_block_type"), list):
         sizes = sizes.with_defaults({"num_hidden_layers": len(layer_types)})
@@ -431,7 +428,7 @@ def _transformers_fields(config: JsonFields) -> dict[str, Any]:
         "mlp_bias": False,
         "qk_norm": False,
         "sliding_windows": (None,) * num_layers,
-        "stored_quantization": None,
+        "stored_quantization": read_dequantized(config),
         "differences": Differences(),
         "model_impl": TRANSFORMERS,
         "config_digest": hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest(),

@@ -13,6 +13,7 @@ from serving_core.json_fields import JsonFields
 WHOLE: Final = -1  # a group_size: one group of all inputs
 
 
+MXFP4: Final = "mxfp4"
 FP8: Final = "F8_E4M3"  # the name in safetensors files
 FP8_SCALES: Final = (  # tensors beside fp8 weights
     "weight_scale",
@@ -21,13 +22,15 @@ FP8_SCALES: Final = (  # tensors beside fp8 weights
     "activation_scale",  # transformers' name of the one before
 )
 MOST_BLOCK: Final = 2**16
+MXFP4_GROUP: Final = 32  # inputs that share a scale
+MXFP4_SCALES: Final = "_scales"  # the ending of their names
 
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
     """The storage format of a checkpoint's weights."""
 
-    method: str  # gptq, awq, w8a8 or fp8
+    method: str  # gptq, awq, w8a8, fp8 or mxfp4
     bits: int
     group_size: int  # inputs that share a scale; WHOLE: all
     zeros_start_at_one: bool = False  # a stored zero of 0 means 1, as in GPTQ's first format
@@ -36,7 +39,7 @@ class StoredQuantization:
     @property
     def become_floats(self) -> bool:
         """Return whether weights are converted to floats when they are loaded."""
-        return self.method == "fp8"
+        return self.method in ("fp8", MXFP4)
 
 
 def check_quantization(quantization: str, stored: StoredQuantization | None) -> None:
@@ -67,6 +70,20 @@ def read_stored_quantization(config: JsonFields) -> StoredQuantization | None:
     if method not in _READERS:
         raise _unsupported("quant_method", method, ", ".join(_READERS))
     return _READERS[method](fields)
+
+
+def read_dequantized(config: JsonFields) -> StoredQuantization | None:
+    """Return the stored format of weights of which transformers makes floats as they are loaded; None for floats.
+
+    Raises ModelError, which names the setting, for any other format.
+    """
+    fields = config.nested("quantization_config")
+    method = None if fields is None else fields.raw("quant_method")
+    if fields is None or method == "fp8":
+        return read_stored_quantization(config)
+    if method == MXFP4:
+        return StoredQuantization(MXFP4, 4, MXFP4_GROUP)
+    raise ModelError(f"weights quantized by {method!r:.80} are not supported for models that transformers computes")
 
 
 def _gptq(fields: JsonFields) -> StoredQuantization:

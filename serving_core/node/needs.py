@@ -11,7 +11,7 @@ from serving_core.errors import SettingsError
 from serving_core.layout import DTYPE_BYTES, KVLayout
 from serving_core.model_files.adapters import read_adapters
 from serving_core.model_files.config import FAKE_ARCHITECTURE, ModelConfig, read_model_config, text_names
-from serving_core.model_files.stored_quantization import FP8, FP8_SCALES, check_quantization
+from serving_core.model_files.stored_quantization import FP8, FP8_SCALES, MXFP4_SCALES, check_quantization
 from serving_core.model_files.stored_tensors import StoredTensor, stored_tensors
 from serving_core.settings import WEIGHT_BITS, EngineSettings
 from serving_core.sharding import check_num_ranks, check_pp_size, check_tp_size, rank_layout
@@ -19,6 +19,7 @@ from serving_core.sharding import check_num_ranks, check_pp_size, check_tp_size,
 MOST_INVARIANT_RANKS: Final = 2  # a sum of two does not depend on the order
 HOST_POOL_BYTES: Final = 512 * 2**20  # if no size of the pool is given
 PACKED_BYTES: Final = 4  # of the integers that hold quantized weights
+PACKED_4_BITS: Final = "U8"  # two weights an element, in a checkpoint whose weights become floats
 INTEGER_BYTES: Final = {"I8": 1, "U8": 1}  # of other integer dtypes
 TIED_HEAD: Final = "lm_head.weight"
 
@@ -102,14 +103,20 @@ def needs_of(settings: EngineSettings, config: ModelConfig) -> Needs:
         tensors = {name: tensors[stored] for name, stored in text_names(tensors).items()}
     if config.tie_word_embeddings or config.embedder is not None:
         tensors.pop(TIED_HEAD, None)
-    if config.stored_quantization is not None and config.stored_quantization.become_floats:
-        tensors = {name: each for name, each in tensors.items() if name.rpartition(".")[2] not in FP8_SCALES}
+    become_floats = config.stored_quantization is not None and config.stored_quantization.become_floats
+    if become_floats:
+        tensors = {name: each for name, each in tensors.items() if not _is_scale(name)}
     dtype_bytes, bits = DTYPE_BYTES[compute_dtype(settings, config)], WEIGHT_BITS.get(settings.quantization)
-    weight_bytes = sum(_loaded_bytes(tensor, dtype_bytes, bits) for tensor in tensors.values())
+    sizes = (_loaded_bytes(tensor, dtype_bytes, bits, become_floats=become_floats) for tensor in tensors.values())
+    weight_bytes = sum(sizes)
     if settings.weights_memory_bytes:
         weight_bytes = min(weight_bytes, settings.weights_memory_bytes * settings.num_ranks)
     adapter_bytes = dtype_bytes * sum(adapter.num_elements for adapter in read_adapters(settings.lora, config))
     return Needs(weight_bytes + adapter_bytes, pool_bytes)
+
+
+def _is_scale(name: str) -> bool:
+    return name.rpartition(".")[2] in FP8_SCALES or name.endswith(MXFP4_SCALES)
 
 
 def _rank_layouts(settings: EngineSettings, layout: KVLayout, tp_size: int) -> list[KVLayout]:
@@ -117,8 +124,10 @@ def _rank_layouts(settings: EngineSettings, layout: KVLayout, tp_size: int) -> l
     return [rank_layout(layout, rank, tp_size, pp_size) for rank in range(pp_size * tp_size)]
 
 
-def _loaded_bytes(tensor: StoredTensor, dtype_bytes: int, bits: int | None) -> int:
+def _loaded_bytes(tensor: StoredTensor, dtype_bytes: int, bits: int | None, *, become_floats: bool) -> int:
     num_elements = math.prod(tensor.shape)
+    if tensor.dtype == PACKED_4_BITS and become_floats:
+        return 2 * num_elements * dtype_bytes
     if not tensor.is_float and tensor.dtype != FP8:
         return num_elements * INTEGER_BYTES.get(tensor.dtype, PACKED_BYTES)
     if bits is not None and len(tensor.shape) > 1:
