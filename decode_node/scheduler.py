@@ -53,14 +53,15 @@ class DecodeScheduler:
 
     def plan(self) -> list[Work]:
         """Return one token for each running sequence that has or gets a block for it, oldest first."""
-        works, block_size = list[Work](), self._leases.block_size
+        works, block_size, num_state_blocks = list[Work](), self._leases.block_size, self._leases.num_state_blocks
         for node_request in self._node_requests.in_state(RequestState.RUNNING):
             if node_request.state is not RequestState.RUNNING or node_request.ending is not None:
                 continue
             request, lease, num_computed = node_request.request, node_request.lease, node_request.num_computed
             if lease is not None and node_request.distributed is None:
                 num_tokens, block_ids = len(request.token_ids), lease.block_ids
-                if num_tokens <= len(block_ids) * block_size:  # the usual case, without a call for each of its parts
+                # The usual case, without a call for each of its parts.
+                if num_tokens <= (len(block_ids) - num_state_blocks) * block_size:
                     works.append(Work(request, num_computed, num_tokens - num_computed, block_ids))
                     continue
             if self._hold(node_request, works):

@@ -1,7 +1,7 @@
 """Manage the blocks of a node's requests, shared by block hash. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from serving_core.layout import KVLayout
 from serving_core.node.blocks import BlockAllocator, BlockLease
@@ -39,7 +39,7 @@ class Leases:
         """
         self._allocator = allocator
         self._layout = layout
-        self._num_state_blocks = layout.num_state_blocks
+        self.num_state_blocks: Final = layout.num_state_blocks  # that lead the blocks of a request
         self._numerics = numerics
         self._of_chunk, self._of_step = (numerics + (EITHER if is_batch_invariant else kind) for kind in (CHUNK, STEP))
         self.on_remote_kv_left: Callable[[Sequence[Any]], None] | None = None
@@ -98,7 +98,7 @@ class Leases:
 
     def num_tokens_held(self, node_request: NodeRequest) -> int:
         """Return how many tokens the request has blocks for, on this node and in remote KV."""
-        return (self._num_held(node_request) - self._num_state_blocks) * self._layout.block_size
+        return (self._num_held(node_request) - self.num_state_blocks) * self._layout.block_size
 
     def _num_held(self, node_request: NodeRequest) -> int:
         lease, distributed = node_request.lease, node_request.distributed

@@ -11,7 +11,7 @@ import pytest
 from splitserve import AsyncClient
 from tests.system.answers import request, stream
 from tests.system.cluster import Cluster
-from tests.transformers_models import generated, write_transformers_model
+from tests.transformers_models import generated, greedy_answers, transformers_model, write_transformers_model
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
@@ -91,6 +91,31 @@ async def test_what_a_sequence_keeps_is_transferred_and_migrates(family, tmp_pat
         assert migrated.complete.timeline.num_migrations == 1
         assert migrated.complete.timeline.num_restarts == 0
         assert migrated.token_ids == stayed.token_ids
+        cluster.wait_all_free()
+    finally:
+        cluster.stop(deadline_s=DEADLINE_S)
+
+
+async def test_a_state_begins_anew_after_a_preemption(tmp_path):
+    """More answers than fit: some give back their blocks and their state, and their tokens are computed again."""
+    model = write_transformers_model(tmp_path / "model", "qwen3_5")
+    cluster = Cluster(
+        model,
+        tmp_path,
+        num_prefill=0,
+        num_decode=0,
+        num_mixed=1,
+        node={"num_kv_blocks": 30, "block_size": 8, "max_num_batched_tokens": 64},
+        start_deadline_s=DEADLINE_S,
+    ).start()
+    prompts = [[(number * at + 3) % 250 for at in range(20 + number)] for number in range(1, 5)]
+    try:
+        async with cluster.connect() as stub:
+            asked = [request(prompt, max_tokens=60, temperature=0, ignore_eos=True) for prompt in prompts]
+            answers = [await each.complete() for each in [stream(stub, message) for message in asked]]
+        assert sum(each.num_preemptions for each in cluster.loads().values()) > 0
+        found = [answer.token_ids for answer in answers]
+        assert found == greedy_answers(transformers_model(model), prompts, 60, found, ignore_eos=True)
         cluster.wait_all_free()
     finally:
         cluster.stop(deadline_s=DEADLINE_S)

@@ -1,5 +1,7 @@
 """What blocks are called that a node computes itself or gets from another one."""
 
+from dataclasses import replace
+
 import pytest
 
 from serving_core.layout import KVLayout
@@ -158,3 +160,22 @@ def test_without_caching_nothing_has_a_name():
     assert house.leases.numerics_ids_of(node_request) == []
     house.copy(house.take(12), 12, [(READ_THERE, 3)])
     assert house.found() == []
+
+
+def test_a_state_leads_the_blocks_of_a_request():
+    layout = replace(LAYOUT, state_bytes=LAYOUT.block_bytes + 1)
+    allocator = BlockAllocator(9, caching=False)
+    leases = Leases(allocator, layout, HERE, is_batch_invariant=False)
+    node_request = NodeRequest(
+        Request("r", 1, TOKENS[:9], 9, SamplingParams(max_tokens=9)), 1, BlockNames(ROOT, 4), RequestState.PREFILLING
+    )
+    assert not leases.take(node_request, 32, num_cacheable=9, num_spare=0), "two blocks of state and eight of KV"
+    assert leases.take(node_request, 9, num_cacheable=9, num_spare=0)
+    assert len(node_request.lease.block_ids) == 2 + 3
+    assert leases.num_tokens_held(node_request) == 12
+    assert leases.num_missing(node_request, 13) == 1
+    node_request.num_computed = 9
+    assert leases.final_blocks(node_request) == [], "each step changes the state"
+    assert leases.filled_blocks(node_request) == list(node_request.lease.block_ids)
+    leases.give_back(node_request)
+    assert allocator.num_free == 9
