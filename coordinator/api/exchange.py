@@ -41,16 +41,15 @@ async def write(context: Any, response: Any) -> None:
         raise client_stalled() from None
 
 
-class Writes:
+class WriteTimer:
     """Limit each write of one call to WRITE_TIMEOUT_S, by one timer for the whole call.
 
-    A context manager, which cancels the task within it where `write` raises.
+    A context manager, which cancels the task within it where `write` raises. The task sets `since_s` around each write.
     """
 
-    def __init__(self, context: Any) -> None:
-        self._write = context.write
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._since_s: float | None = None  # when the write that is under way began
+        self.since_s: float | None = None  # when the write that is under way began, in the loop's time
 
     def __enter__(self) -> Self:
         self._task = asyncio.current_task()
@@ -60,15 +59,9 @@ class Writes:
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
 
-    async def __call__(self, response: Any) -> None:
-        """Pass a message to gRPC."""
-        self._since_s = self._loop.time()
-        await self._write(response)
-        self._since_s = None
-
     def _look(self) -> None:
         now = self._loop.time()
-        since_s = now if self._since_s is None else self._since_s
+        since_s = now if self.since_s is None else self.since_s
         if now - since_s < WRITE_TIMEOUT_S:
             self._timer = self._loop.call_at(since_s + WRITE_TIMEOUT_S, self._look)
             return

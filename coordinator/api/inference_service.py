@@ -1,9 +1,10 @@
 """Serve the public gRPC service Inference."""
 
+import asyncio
 import secrets
 from typing import Any, Protocol
 
-from coordinator.api import exchange
+from coordinator.api.exchange import WriteTimer
 from coordinator.api.preprocess import Call, Preprocessor
 from coordinator.api.unknown_fields import WARNING_HEADER, unknown_in_message
 from coordinator.traces.carrier import CARRIER, carrier_of
@@ -38,9 +39,12 @@ class InferenceService:
         # A disconnected client shows as one of several exceptions, cancellation among them.
         async with self._preprocessor.answer(request, context.time_remaining()) as call:
             await context.send_initial_metadata(self._terms(request.model, call))
-            with exchange.Writes(context) as write:
+            loop = asyncio.get_running_loop()
+            with WriteTimer() as timer:
                 while (response := await call.generation.next()) is not None:
-                    await write(response)
+                    timer.since_s = loop.time()
+                    await context.write(response)
+                    timer.since_s = None
 
     def _terms(self, model: str, call: Call) -> tuple[tuple[str, str | bytes], ...]:
         """Return the initial metadata that a client needs to resume the outputs at another server."""

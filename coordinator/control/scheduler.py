@@ -335,7 +335,8 @@ class Scheduler:
                 if is_current and token.index == len(output) and not attempt.early:
                     output.append(token.token_id)
                     if timeline.last_token_s != last_s:
-                        observe(now - last_s, num_since)
+                        if num_since:
+                            observe(now - last_s, num_since)
                         last_s, num_since = timeline.last_token_s, 0
                     num_since += 1
                     timeline.last_token_s = now
