@@ -344,11 +344,18 @@ class Scheduler:
                     instructions.append(Emit(request_id, [token]))
                     continue
             if self._may_sample(request, node, token) and token.index >= len(request.output):
+                if usual:  # one of them may be of this request, which may end now
+                    self._usual_came(usual, node)
+                    usual = []
                 instructions += self._handle(request, "token", node, _StepToken(token, event.step_s), now)
         observe(now - last_s, num_since)
-        self._metrics.num_generated_tokens += len(usual)
-        self._ledger.tokens_came(usual, node)
+        self._usual_came(usual, node)
         return instructions
+
+    def _usual_came(self, request_ids: Sequence[str], node: Node) -> None:
+        """Count one token of each of these requests."""
+        self._metrics.num_generated_tokens += len(request_ids)
+        self._ledger.tokens_came(request_ids, node)
 
     def _may_sample(self, request: Request, node: Node, token: fleet_pb2.SampledToken) -> bool:
         """Return whether a token is of the current attempt, or one that the source sampled before a migration."""

@@ -5,9 +5,9 @@ import pytest
 from splitserve.launch.models import resolve
 from tools import hops
 
-MOST_FILES = 100  # that one prompt crosses, over coordinator, prefill node and decode node
-MOST_CALLS_OF_A_STEP = 85  # across files, in a decode step of one sequence
-MOST_CALLS_OF_A_TOKEN = 15  # at the coordinator
+MOST_FILES = 88  # that one prompt crosses, over coordinator, prefill node and decode node
+MOST_CALLS_OF_A_STEP = 62  # across files, in a decode step of one sequence
+MOST_CALLS_OF_A_TOKEN = 14  # at the coordinator
 
 
 @pytest.mark.nightly

@@ -72,6 +72,20 @@ def test_a_descriptor_that_is_there_before_the_first_token_leaves_no_kv_alloc(wo
     assert not world.outcome.HasField("matched_stop")
 
 
+def test_steps_that_a_node_has_joined_end_an_answer(world):
+    """Its last token is in one message with the token before."""
+    world.submit()
+    attempt = world.attempt
+    world.tell("d0", events.reserved(attempt))
+    world.first(attempt)
+    world.tell("d0", events.committed(attempt))
+    world.step(attempt, 1)
+    joined = [events.sampled(attempt, 2, 102), events.sampled(attempt, 3, 103, events.STOP)]
+    assert world.tell("d0", events.step_tokens(*joined)) == ["emit 2:102", "emit 3:103", "end complete"]
+    assert world.ledger.tokens_taken(world.registry.find("d0")) == 0
+    assert world.metrics.num_generated_tokens == 4
+
+
 def test_an_answer_of_one_token_needs_no_decode_node(world):
     world.submit()
     attempt = world.attempt
