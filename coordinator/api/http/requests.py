@@ -42,7 +42,7 @@ from coordinator.api.validation import (
     bad,
 )
 from coordinator.control.slo import MAX_PRIORITY
-from coordinator.text.answer_format import PLAIN, AnswerFormat
+from coordinator.text.answer_format import NONE, PLAIN, AnswerFormat
 from coordinator.text.constraints import Leeway
 from protos.inference_pb2 import (
     ChatInput,
@@ -234,6 +234,8 @@ def _parsed_chats(
     leeway = Leeway(answer_format.thinks, answer_format.reasoning, answer_format.calls, loose=loose)
     if offer is not None and offer.held:
         leeway = replace(leeway, tools=offer.held, most_calls=offer.most_calls, must_call=offer.must_call)
+    elif offer is not None:  # calls in JSON, without the markup of the model's own format
+        leeway = replace(leeway, calls=NONE)
     parsed = _parsed(request, requests)
     names = {**CHAT_NAMES, **parsed.names}
     if request.max_completion_tokens is not None:

@@ -24,7 +24,8 @@ from coordinator.api.http.request_models import (
 from coordinator.api.http.requests import parse_batch, parse_chat, parse_tokenize
 from coordinator.api.http.tools import MAX_DEPTH, Offer, calls_schema, parsed
 from coordinator.api.validation import MAX_CONSTRAINT_CHARS
-from coordinator.text.answer_format import AnswerFormat
+from coordinator.text.answer_format import READERS, AnswerFormat
+from coordinator.text.calls.json_calls import ListReader, NamedReader
 from coordinator.text.calls.reader import MAX_CALLS
 from serving_core.errors import RequestError
 from serving_core.json_fields import json_line
@@ -104,6 +105,18 @@ def test_a_call_that_has_to_come_is_a_constraint_whatever_the_models_own_form():
     assert schema == calls_schema({"f": nothing, "weather": PARAMETERS}, is_parallel=False)
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     assert "maxItems" not in schema_of(tools=[F], tool_choice="required")
+
+
+def test_a_call_that_has_to_come_is_in_json_where_the_models_format_cannot_keep_to_a_strict_schema():
+    strict = {**PARAMETERS, "properties": {**PARAMETERS["properties"], "z": {"type": "string", "pattern": "a"}}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": strict, "strict": True}}
+    named = {"type": "function", "function": {"name": "weather"}}
+    for offered, own in ([WEATHER], True), ([tool], False), ([F, tool], False):
+        for choice, reader in ("required", ListReader), (named, NamedReader):
+            parsed = asked(tools=offered, tool_choice=choice, answer_format=AnswerFormat("kimi_k3", thinks=True))
+            assert (parsed.offer.forced is READERS["kimi_k3"]) == own == parsed.terms.leeway.must_call
+            assert parsed.terms.leeway.calls == ("kimi_k3" if own else "none")
+            assert own or parsed.offer.forced is reader
 
 
 TREE = {"properties": {"left": {"$ref": "#"}, "item": {"$ref": "#/$defs/Item"}}, "$defs": {"Item": {"type": "integer"}}}
