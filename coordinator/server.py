@@ -137,7 +137,7 @@ class CoordinatorServer:
 
     @property
     def ports(self) -> list[Port]:
-        """Ports that `start` binds."""
+        """Return the ports that `start` binds."""
         settings = self._settings
         return [
             Port("--grpc-port", settings.host, settings.grpc_port),

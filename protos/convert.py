@@ -26,7 +26,7 @@ FINISH_REASONS: Final = {
 
 
 def sampling_to_wire(sampling: SamplingParams) -> inference_pb2.SamplingParams:
-    """Every field set, so that a node needs no defaults of its own."""
+    """Return the message of the sampling parameters with every field set, so that a node needs no defaults."""
     return inference_pb2.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -50,7 +50,8 @@ def sampling_to_wire(sampling: SamplingParams) -> inference_pb2.SamplingParams:
 
 
 def sampling_from_wire(wire: inference_pb2.SamplingParams, grammar: str = "") -> SamplingParams:
-    """The inverse of sampling_to_wire; for messages of the coordinator, not of clients."""
+    """Return the sampling parameters of a message of the coordinator; the inverse of sampling_to_wire. Messages of
+    clients are not accepted."""
     return SamplingParams(
         temperature=wire.temperature,
         top_p=wire.top_p,
@@ -83,7 +84,7 @@ def job_to_wire(
     is_suspect: bool = False,
     asker: str = "",
 ) -> fleet_pb2.Job:
-    """What both nodes need to know of an attempt."""
+    """Return the message that describes an attempt to both of its nodes."""
     return fleet_pb2.Job(
         attempt=attempt_of(request),
         token_ids=request.token_ids,
@@ -102,7 +103,7 @@ def job_to_wire(
 
 
 def request_from_wire(job: fleet_pb2.Job) -> Request:
-    """The inverse of job_to_wire."""
+    """Return the request that a job describes; the inverse of job_to_wire."""
     return Request(
         request_id=job.attempt.request_id,
         epoch=job.attempt.epoch,
@@ -120,12 +121,12 @@ def pooling_to_wire(pooling: Pooling) -> fleet_pb2.Pooling:
 
 
 def pooling_from_wire(wire: fleet_pb2.Pooling) -> Pooling:
-    """The inverse of pooling_to_wire."""
+    """Return the pooling of a message; the inverse of pooling_to_wire."""
     return Pooling(wire.kind, wire.normalizes, wire.num_dimensions)
 
 
 def due_to_wire(due: Due, now: float) -> fleet_pb2.Due:
-    """What is left now."""
+    """Return the message with the times left at `now` until the deadlines."""
     return fleet_pb2.Due(
         ttft_left_s=due.first_s - now if due.began_s is None and math.isfinite(due.first_s) else None,
         tpot_s=due.tpot_s if math.isfinite(due.tpot_s) else None,
@@ -135,7 +136,8 @@ def due_to_wire(due: Due, now: float) -> fleet_pb2.Due:
 
 
 def due_from_wire(wire: fleet_pb2.Due, now: float) -> Due:
-    """The inverse of due_to_wire, by another clock: later by the time that the message took, and never earlier."""
+    """Return the deadlines of a message by this machine's clock; the inverse of due_to_wire. They are later than the
+    sender's by the time that the message took, and never earlier."""
     return Due(
         now + wire.ttft_left_s if wire.HasField("ttft_left_s") else math.inf,
         wire.tpot_s if wire.HasField("tpot_s") else math.inf,
@@ -151,8 +153,8 @@ def attempt_of(request: Request) -> fleet_pb2.Attempt:
 def fill_token(
     wire: fleet_pb2.SampledToken, request: Request, token: SampledToken, finish_reason: FinishReason | None
 ) -> None:
-    """Fills in, field by field since there is one for each answer in each step, the token that was just appended to the
-    request."""
+    """Fill in the message of the token that was just appended to the request. Fields are set one by one, since each
+    sequence of each step has such a message."""
     attempt = wire.attempt
     attempt.request_id, attempt.epoch = request.request_id, request.epoch
     wire.index = len(request.token_ids) - request.num_prompt_tokens - 1
@@ -166,7 +168,7 @@ def fill_token(
 
 
 def fill_prompt_logprobs(wire: fleet_pb2.SampledToken, scores: Sequence[SampledToken]) -> None:
-    """Adds what the prompt before an answer's first token has scored."""
+    """Add the logprobs of prompt tokens to the message of the first output token."""
     for score in scores:
         top = [inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in score.top_logprobs]
         wire.prompt_logprobs.add(token_id=score.token_id, logprob=score.logprob, top=top)
@@ -179,7 +181,7 @@ def shape_to_wire(shape: Shape) -> inference_pb2.Shape:
 
 
 def shape_from_wire(wire: inference_pb2.Shape) -> Shape:
-    """The inverse of shape_to_wire; whether a node can take the shape is not checked."""
+    """Return the shape of a message; the inverse of shape_to_wire. Does not check whether a node supports the shape."""
     return Shape(wire.prompt_tokens, wire.slots, wire.accepts_transfers)
 
 
@@ -196,9 +198,8 @@ def to_tail(token_ids: Sequence[int], numerics_ids: Sequence[bytes]) -> bytes:
 
 
 def from_tail(packed: bytes) -> tuple[list[int], list[tuple[bytes, int]]]:
-    """The inverse of to_tail, with each numerics id and the number of its blocks in a row. Raises ValueError for
-    anything else.
-    """
+    """Return the tokens of a tail, and its runs of blocks: each numerics id with its number of consecutive blocks. The
+    inverse of to_tail. Raises ValueError for anything else."""
     tail = fleet_pb2.Tail()
     try:
         tail.ParseFromString(packed)

@@ -93,7 +93,8 @@ def check_num_ranks(tp_size: int, pp_size: int) -> None:
 
 
 def check_tp_size(config: ModelConfig, tp_size: int) -> None:
-    """Raise SettingsError unless every rank gets a share of everything that is divided."""
+    """Raise SettingsError unless each of `tp_size` ranks gets at least one attention head and a share of every divided
+    matrix."""
     limits = {
         "attention heads": config.num_heads,
         "feed-forward neurons": config.intermediate_size,
@@ -108,7 +109,7 @@ def check_tp_size(config: ModelConfig, tp_size: int) -> None:
 
 
 def check_pp_size(config: ModelConfig, pp_size: int) -> None:
-    """Raise SettingsError unless every stage gets a layer."""
+    """Raise SettingsError unless each of `pp_size` stages gets at least one layer."""
     if pp_size > config.num_layers:
         raise SettingsError(f"the model has {config.num_layers} layers, which cannot be divided over {pp_size} stages")
 

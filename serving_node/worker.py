@@ -116,6 +116,7 @@ class Worker:
         self.scheduler.step_done(works, tokens, step_s, self._clock.time(), goes_on=goes_on)
 
     def step_failed(self, works: Sequence[Work], cause: str) -> None:
+        """Fail the requests of a step that has failed; `cause` is the message of their error."""
         self.scheduler.step_failed(works, cause, self._clock.time())
 
     # ---- grammars ----
@@ -138,6 +139,7 @@ class Worker:
         self.carry_out()
 
     def caught_up(self, epoch: int) -> None:
+        """Record that every rank has sent the ready blocks of this transfer."""
         self.scheduler.caught_up(epoch)
         self.carry_out()
 

@@ -29,7 +29,7 @@ async def start_child(module: str, *arguments: str, limit: int, **variables: str
 
 @asynccontextmanager
 async def running_child(module: str, *arguments: str, limit: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The same process, which is killed at the end unless it has ended."""
+    """Yield the child process of the block, and kill it at the end of the block unless it has ended."""
     process = await start_child(module, *arguments, limit=limit)
     try:
         yield process

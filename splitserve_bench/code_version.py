@@ -24,7 +24,7 @@ def code_digest(packages: tuple[str, ...]) -> str:
 
 
 def files_digest(folder: Path) -> str:
-    """Of a model's files: their names, sizes and times, and what config.json says."""
+    """Return a digest of a model's files: their names, sizes and times, and the content of config.json."""
     digest = hashlib.blake2s((folder / "config.json").read_bytes(), digest_size=DIGEST_BYTES)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         found = path.stat()

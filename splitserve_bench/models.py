@@ -132,8 +132,8 @@ def shape_of(name: str, num_layers: int) -> Shape:
 
 
 def write_random_model(folder: Path, shape: Shape) -> None:
-    """Write config.json, model.safetensors, the same ones each time on one kind of device, and a tokenizer with a word
-    for each token."""
+    """Write a model with random weights: config.json, model.safetensors and a tokenizer with one word for each token.
+    The weights are the same each time on one kind of device."""
     import torch
     from safetensors.torch import save_file
     from tokenizers import Tokenizer

@@ -109,7 +109,7 @@ def repeat_flags(words: Sequence[str], lists: Mapping[str, re.Pattern[str]], joi
 
 
 def options_of(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several options as one decorator, in the order in which help shows them."""
+    """Return one decorator that adds several options, in the order in which help shows them."""
 
     def add(command: Command) -> Command:
         for option in reversed(options):
@@ -120,7 +120,7 @@ def options_of(*options: Callable[[Command], Command]) -> Callable[[Command], Co
 
 
 def option(*names: str, help: str = "", default: Any = None, **more: Any) -> Callable[[Command], Command]:
-    """An option of click's, whose help tells the default where there is one."""
+    """Return a click option whose help shows the default, if there is one."""
     if default is not None:
         more |= {"default": default, "show_default": default != ""}
     return click.option(*names, help=help, **more)

@@ -30,7 +30,7 @@ class Control(Protocol):
 
     @property
     def num_live(self) -> int:
-        """Number of requests in flight or queued, over all API servers."""
+        """Return the number of requests in flight or queued, over all API servers."""
 
     @property
     def is_serving(self) -> bool:

@@ -81,7 +81,7 @@ class Generation:
 
     @property
     def num_unsent(self) -> int:
-        """Number of messages that the reader has yet to take."""
+        """Return the number of messages that the reader has not taken yet."""
         return len(self._unsent)
 
     async def next(self) -> inference_pb2.GenerateResponse | None:

@@ -68,6 +68,7 @@ def call_to_wire(
 
 
 def so_far_to_wire(so_far: SoFar) -> inference_pb2.OutputSoFar:
+    """Return the message of the part of an output that the client has already received."""
     return inference_pb2.OutputSoFar(
         token_ids=so_far.token_ids,
         finish_reason=so_far.finish_reason,

@@ -270,7 +270,7 @@ class Preprocessor:
 
     @property
     def num_live(self) -> int:
-        """Number of requests in flight or queued."""
+        """Return the number of requests in flight or queued."""
         return self._control.num_live
 
     @contextmanager
@@ -372,7 +372,8 @@ def as_question(request: EmbedRequest) -> GenerateRequest:
 
 
 def most_kept(request: EmbedRequest, limits: Limits) -> int | None:
-    """Return the number of tokens to which a longer input is truncated, or None without truncation."""
+    """Return the number of tokens to which a longer input is truncated, or None without truncation. -1 in the request
+    means the limit of the model."""
     if not request.HasField("truncate_prompt_tokens"):
         return None
     most, room = request.truncate_prompt_tokens, prompt_limit(limits).most

@@ -44,8 +44,8 @@ class HashCounts:
         return num_leading(hashes, self._more)
 
     def num_spared(self, hashes: Sequence[int]) -> float:
-        """Return how many hashes of one of the prompts the others hold for it, if each is divided evenly among its
-        prompts."""
+        """Return the number of block hashes of one prompt that the other prompts hold for it. A hash that several
+        prompts have counts in equal parts for each of them."""
         shares = [self._more[block_hash] for block_hash in hashes[: self.num_shared(hashes)]]
         return sum(num_more / (num_more + 1) for num_more in shares)
 

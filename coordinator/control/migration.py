@@ -366,7 +366,7 @@ def _waits(request: Request, now: float) -> bool:
 def leaving_late(
     requests: Iterable[Request], nodes: Collection[Node], ledger: Ledger, now: float, arrivals: Arrivals
 ) -> Iterator[tuple[Request, Node]]:
-    """Yield the requests to migrate from late nodes now, each with its target.
+    """Yield the requests to migrate now from nodes that would violate SLOs, each with its target.
 
     The caller must start each migration before the next one is yielded. `arrivals` describes the requests that are
     expected.

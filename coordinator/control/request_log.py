@@ -233,7 +233,7 @@ class History:
     def after(self, number: int) -> list[inference_pb2.SequenceHistory]:
         """Return the history of the requests that ended after number `number`, oldest first, at most MAX_ENDED.
 
-        Return all of it where there has been no such number, as after a restart of the server.
+        Returns the whole history if `number` is higher than any number so far, as after a restart of the server.
         """
         num_new = self._number - number if number <= self._number else len(self._ended)
         return list(islice(self._ended, max(0, len(self._ended) - num_new), None))

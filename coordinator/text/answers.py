@@ -39,7 +39,7 @@ class AnswerText:
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that has ended the output, or None."""
+        """Return the stop string that has ended the output, or None."""
         return self._matcher.matched if self._matcher is not None else None
 
     def resume(self, so_far: SoFar) -> None:
@@ -120,12 +120,12 @@ class Answer:
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that has ended the output, or None."""
+        """Return the stop string that has ended the output, or None."""
         return self._text.matched_stop
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the output."""
+        """Return the number of tokens of the output."""
         return self._text.num_tokens
 
     def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None = None) -> bool:

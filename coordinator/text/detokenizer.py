@@ -33,7 +33,7 @@ class Detokenizer(Protocol):
 
     @property
     def ahead(self) -> str:
-        """The characters that `flush` would return, without an incomplete one. Further tokens may change them."""
+        """Return the characters that `flush` would return, without an incomplete one. More tokens may change them."""
 
     def num_chars_before(self, token_id: int) -> int:
         """Return how many of the held-back characters would precede this token if it came next."""

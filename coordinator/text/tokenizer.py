@@ -71,7 +71,7 @@ class Tokenizer:
 
     @property
     def template_words(self) -> str:
-        """Source of the chat template; empty without one."""
+        """Return the source of the chat template; empty without one."""
         return self._chat_template.words if self._chat_template is not None else ""
 
     def begin(self) -> None:
@@ -86,7 +86,7 @@ class Tokenizer:
 
     @cached_property
     def num_end_tokens(self) -> int:
-        """Number of special tokens that the tokenizer adds after a text."""
+        """Return the number of special tokens that the tokenizer appends to a text."""
         return len(_added_tokens(self._tokenizer)[1])
 
     async def encode(self, text: str, limit: TokenLimit, *, add_special_tokens: bool = True) -> list[int]:
@@ -130,7 +130,7 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, prompt[-END_TOKENS:])).decode(errors="replace")
 
     def keep(self, texts: Collection[str]) -> None:
-        """Keep the tokens of these texts in later outputs, from which other special tokens are left out."""
+        """Keep special tokens with these texts in the text of later outputs. Other special tokens are left out."""
         self._detokenizers.keep(texts)
 
     def show_tools(self, form: str) -> None:

@@ -55,7 +55,7 @@ def huge_chunk(num_bytes: int) -> torch.Tensor:
 
 
 def huge_zeros(num_bytes: int) -> torch.Tensor:
-    """Return zero bytes, in huge pages if they fill one."""
+    """Return a 1-D uint8 tensor of `num_bytes` zeros, in huge pages if it fills at least one."""
     if not _HAS_HUGE_PAGES or num_bytes < PAGE_BYTES:
         return torch.zeros(num_bytes, dtype=torch.uint8)
     return huge_chunk(num_bytes)

@@ -123,6 +123,7 @@ class DenseMatrix:
 
     @property
     def num_bytes(self) -> int:
+        """Return the size of the packed matrix in bytes."""
         return self._weights.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:

@@ -121,6 +121,7 @@ class NativeOps(Ops):
         return highest, tokens
 
     def sample(self, logits: torch.Tensor, highest: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
+        """Compute Ops.sample."""
         if logits.dtype not in ELEMENTS or logits.stride(1) != 1:
             return super().sample(logits, highest, samplings)
         return self._sampled(logits, highest, samplings)[0]

@@ -31,12 +31,14 @@ class RemoteKV:
         self._row_bytes, self._partial_bytes = row_bytes, partial_bytes
 
     def ask(self, layer: int, query: memoryview) -> None:
-        """Request the partials of one query row."""
+        """Send a query row of a layer to the holder, which computes its attention over the holder's tiles. `answer`
+        returns the partials. Raises ConnectionError if the holder is lost."""
         with self._closed_by_errors():
             tell(self._connection, Kind.ASK, query, layer=layer)
 
     def answer(self, layer: int) -> memoryview:
-        """Return the partials [num_tiles] of the requested row in this layer."""
+        """Return the partials of the query row that `ask` sent. Raises ConnectionError if the holder is lost or has
+        revoked its blocks."""
         num_bytes = self.num_tiles * self._partial_bytes
         with self._closed_by_errors():
             _, payload = hear_answer(self._connection, Kind.PARTIALS, num_bytes, layer=layer)

@@ -91,6 +91,7 @@ class LoopbackDialer:
             self._on_reply(memoryview(header))
 
     def lose(self, address: str) -> None:
+        """Break the connection to a receiver, as a network failure would. For tests."""
         if not self._is_closed:
             self._on_lost(address)
 

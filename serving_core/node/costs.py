@@ -137,7 +137,7 @@ class StepLoad:
 
     @property
     def figures(self) -> tuple[float, ...]:
-        """Return the factors of the seven weights."""
+        """Return the load as the seven terms that StepWeights multiplies."""
         has_chunks = self.num_prompt_tokens > 0
         has_several = self.num_sequences > 1
         return 1, self.num_sequences, self.num_cached, has_chunks, self.num_prompt_tokens, self.num_pairs, has_several

@@ -218,7 +218,8 @@ class Cells:
         return self._path(cell).exists()
 
     def find(self, cell: Cell) -> Measured | None:
-        """Return what was saved of a load. Raises BenchError for a file that is none of ours."""
+        """Return the saved measurement of a load, or None if there is none. Raises BenchError for a file that this
+        command has not written."""
         if cell not in self:
             return None
         path = self._path(cell)

@@ -38,7 +38,7 @@ class Environment:
     command: str
 
     def lines(self) -> list[str]:
-        """The facts and the command, one a line."""
+        """Return the facts about the machine and the command, a line each."""
         rows = {**self.facts, "this would run": self.command}
         width = max(map(len, rows))
         return [f"{name:<{width}}  {value}" for name, value in rows.items()]

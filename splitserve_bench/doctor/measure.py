@@ -324,7 +324,7 @@ async def measure_profile(
 
 
 def given_flags(settings: EngineSettings) -> dict[str, Any]:
-    """Those of NODE_FLAGS that are not as usual."""
+    """Return the flags among NODE_FLAGS that differ from their defaults."""
     usual = EngineSettings()
     return {name: value for name in NODE_FLAGS if (value := getattr(settings, name)) != getattr(usual, name)}
 
@@ -365,7 +365,7 @@ def lone_cluster(cores: int, *, at_once: bool) -> tuple[ClusterContender, int]:
 
 
 def node_sizes(folder: Path, settings: EngineSettings) -> NodeSizes:
-    """Of a node that is told nothing else."""
+    """Return the sizes of a node with default flags."""
     config, nodes = read_model_config(folder), NodeSettings().resolved(MIXED, "cpu")
     layout = model_layout(settings, config)
     return NodeSizes(

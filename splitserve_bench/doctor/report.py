@@ -17,7 +17,7 @@ STYLES: Final = {"split": "green", "even": "", "colocated": "yellow"}
 
 
 def doctor_view(figures: DoctorFigures) -> Group:
-    """Everything, one below the other."""
+    """Return the whole report: all tables and lines, one below the other."""
     described = ", ".join(f"{name} {value}" for name, value in figures.engine.items())
     parts: list[object] = [
         Text(f"{figures.model}: {described}"),
@@ -43,7 +43,7 @@ def doctor_view(figures: DoctorFigures) -> Group:
 
 
 def prefill_table(figures: DoctorFigures) -> Table:
-    """Beside what the fitted costs say."""
+    """Return the table of measured prefill times beside those of the fitted costs."""
     table = plain_table("", numbers=("prompt tokens", "ms", "tokens/s", "ms, fitted"))
     for each in figures.prompts:
         fitted_s = figures.costs.prefill.prefill_s(each.amount)
@@ -53,7 +53,7 @@ def prefill_table(figures: DoctorFigures) -> Table:
 
 
 def decode_table(figures: DoctorFigures) -> Table:
-    """The mean of steps in a row."""
+    """Return the table of mean decode step times."""
     table = plain_table("", numbers=("answers", "ms a step", "tokens/s"))
     for each in figures.steps:
         table.add_row("", str(each.amount), f"{each.seconds * 1e3:.2f}", f"{each.amount / each.seconds:.0f}")
@@ -61,7 +61,7 @@ def decode_table(figures: DoctorFigures) -> Table:
 
 
 def comparison_table(figures: DoctorFigures) -> Table:
-    """Which way wins for each mix of lengths, and why."""
+    """Return the table of which way serves more, split or colocated, for each mix of lengths, with the reason."""
     per_second = "requests/s, split", "colocated", "one node"
     between = "ms between tokens, split", "colocated", "one node"
     table = plain_table("", numbers=("prompt", "output", *per_second, *between, "balanced at"))
@@ -87,7 +87,7 @@ def comparison_table(figures: DoctorFigures) -> Table:
 
 
 def assumption_lines(figures: DoctorFigures) -> list[str]:
-    """What the comparison takes for granted."""
+    """Return the assumptions of the comparison, a line each."""
     return [
         f"Assumed: {figures.running} answers always run for each of the two nodes, all of one length, nothing cached;",
         "colocated, a prompt stalls every answer beside it by its whole computation;",
@@ -98,7 +98,7 @@ def assumption_lines(figures: DoctorFigures) -> list[str]:
 
 
 def pays_lines(figures: DoctorFigures) -> list[str]:
-    """From which lengths on the split pays, in words."""
+    """Return lines that say from which lengths on the split pays."""
     lines = [f"With {2 * figures.running} running answers the split pays on this machine"]
     lines += [f"  {_range(each, figures.most_prompt_tokens)}" for each in figures.pays]
     balance = figures.balance

@@ -48,7 +48,7 @@ class PrefillCost:
     pair_s: float
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Of a prompt of so many tokens."""
+        """Return the prefill time in seconds of a prompt of this many tokens."""
         return self.base_s + self.token_s * num_tokens + self.pair_s * num_tokens**2
 
 
@@ -71,7 +71,7 @@ class NodeCosts:
     whole: WholeCost | None = None
 
     def transfer_s(self, prompt_tokens: int) -> float:
-        """Of a prompt's KV."""
+        """Return the time in seconds of the KV transfer of a prompt of this many tokens."""
         return self.kv_transfer.transfer_s(prompt_tokens * self.token_bytes)
 
 
@@ -99,7 +99,7 @@ class Comparison:
 
     @property
     def requests_ratio(self) -> float:
-        """Of the split over colocated: more is better for the split."""
+        """Return the request rate of the split divided by that of colocation: above 1 the split serves more."""
         return self.split_requests_per_s / self.colocated_requests_per_s
 
     @property
@@ -115,7 +115,7 @@ class Comparison:
 
 
 def compare(costs: NodeCosts, running: int, prompt_tokens: int, output_tokens: int) -> Comparison:
-    """With so many answers running for each of the two nodes."""
+    """Compare the split with colocation, with this many running requests for each of the two nodes."""
     prefill_s, transfer_s = costs.prefill.prefill_s(prompt_tokens), costs.transfer_s(prompt_tokens)
     context_tokens = prompt_tokens + output_tokens / 2
     step_s = costs.decode.at(running, context_tokens)

@@ -97,7 +97,7 @@ LINK_NAMES: Final = (NVLINK, *LINKS)
 
 
 def device_of(name: str) -> Device | None:
-    """Return the device that a profile or a flag means by h100, h100-80gb or H100; None when it is none of ours."""
+    """Return the device that a profile or a flag names (h100, h100-80gb or H100), or None for an unknown device."""
     return DEVICES.get(name.lower().split("-")[0])
 
 

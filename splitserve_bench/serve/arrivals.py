@@ -51,6 +51,7 @@ class Stage:
 
     @property
     def num_requests(self) -> int:
+        """Return the number of requests of the stage."""
         return round(self.rate_per_s * self.seconds)
 
 

@@ -186,7 +186,7 @@ class Distribution:
 
     @property
     def std(self) -> float | None:
-        """Of these values, not of what they may be a sample of: divided by n."""
+        """Return the standard deviation of these values, divided by n: of the values, not of a population."""
         return statistics.pstdev(self.values) if self.values else None
 
     @property
@@ -194,7 +194,7 @@ class Distribution:
         return max(self.values, default=None)
 
     def percentile(self, percent: float) -> float | None:
-        """Interpolate between the two values beside it, as numpy's default."""
+        """Return a percentile, interpolated between its two neighbors as numpy does by default."""
         if not self.values:
             return None
         values = sorted(self.values)

@@ -135,7 +135,7 @@ class TierUse:
 
     @property
     def hit_rate(self) -> float:
-        """Of the full blocks that the pools did not hold, those read back."""
+        """Return the share of full blocks loaded from the KV offload, of those that missed the prefix cache."""
         return self.num_hits / max(1, self.num_hits + self.num_misses)
 
 
@@ -206,7 +206,7 @@ class Reply:
 
 
 def is_complete(outcome: Outcome) -> bool:
-    """Return whether the request neither failed nor was refused."""
+    """Return whether a request neither failed nor was refused."""
     return not outcome.error and not outcome.is_refused
 
 

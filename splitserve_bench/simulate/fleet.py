@@ -155,7 +155,7 @@ class _Answer:
 
 
 def slo_of(planned: PlannedRequest) -> Slo | None:
-    """The limits that the server is told."""
+    """Return the SLO that the request carries to the server, or None without one."""
     ttft_s, tpot_s = (each_ms and each_ms / MS for each_ms in (planned.ttft_ms, planned.tpot_ms))
     slo = Slo("", ttft_s, tpot_s)
     return slo if slo.has_limits else None

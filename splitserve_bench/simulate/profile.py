@@ -24,8 +24,11 @@ class Grid:
     seconds: tuple[tuple[float, ...], ...]
 
     def at(self, row: float, column: float) -> float:
-        """Straight between the places; before the first as at the first; beyond the last as between the last two, but
-        never less than at the last."""
+        """Return the seconds at a row and a column.
+
+        Interpolates linearly between measured places. Before the first place the value is that of the first; beyond the
+        last it is extrapolated from the last two, but never below the last.
+        """
         return self.row(row).at(column)
 
     def row(self, row: float) -> "Row":
@@ -41,7 +44,7 @@ class Row:
         self._columns, self._below, self._above, self._share = columns, below, above, share
 
     def at(self, column: float) -> float:
-        """As Grid.at has it."""
+        """Return the seconds at a column, as Grid.at does."""
         left, right, part = _between(self._columns, column)
         below, above, share = self._below, self._above, self._share
         low = below[left] + part * _rise(below[left], below[right], part)
@@ -74,7 +77,8 @@ class Spread:
     factors: tuple[float, ...] = (1.0,)
 
     def at(self, share: float) -> float:
-        """The factor below which so many are: straight between the quantiles, and beyond the outer ones as at these."""
+        """Return the factor below which this share of all factors lies, interpolated linearly between the quantiles and
+        constant beyond the outer ones."""
         right = bisect_right(self.shares, share)
         if right in (0, len(self.shares)):
             return self.factors[max(0, right - 1)]
@@ -84,7 +88,7 @@ class Spread:
 
     @property
     def mean(self) -> float:
-        """Of all factors."""
+        """Return the mean of all factors."""
         return fmean(equal_shares(self))
 
 
@@ -93,7 +97,7 @@ NO_SPREAD: Final = Spread()
 
 @lru_cache(MOST_SPREADS)
 def equal_shares(spread: Spread) -> tuple[float, ...]:
-    """NUM_FACTORS factors, each as likely as the others; or a single one where all are alike."""
+    """Return NUM_FACTORS equally likely factors, or a single one if all factors are equal."""
     if len(set(spread.factors)) == 1:
         return spread.factors[:1]
     return tuple(spread.at((index + 0.5) / NUM_FACTORS) for index in range(NUM_FACTORS))
