@@ -22,10 +22,12 @@ class Shape:
 
     @property
     def prefills(self) -> bool:
+        """Return whether the node prefills."""
         return self.prompt_tokens > 0
 
     @property
     def decodes(self) -> bool:
+        """Return whether the node decodes."""
         return self.slots > 0
 
 

@@ -234,6 +234,7 @@ class NodeRunner:
 
     @property
     def num_divided_passes(self) -> int:
+        """Return the number of forward passes that the ranks divided by tokens (sequence parallelism)."""
         return self._engine.num_divided_passes
 
     @property

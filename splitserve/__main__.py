@@ -14,7 +14,7 @@ def run() -> None:
 
 
 def run_command() -> None:
-    """Runs the command of sys.argv and exits with its code."""
+    """Run the command of sys.argv and exit with its code."""
     end_at_once()
     from splitserve.cli import main
 

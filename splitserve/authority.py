@@ -41,7 +41,7 @@ class Issued:
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: int) -> bool:
-    """Writes a certificate and a key for each role, valid for so many days; the coordinator's for this machine, these
+    """Write a certificate and a key for each role, valid for so many days; the coordinator's for this machine, these
     hosts, and those of the one that was there. Makes the authority that signs them, unless the folder has one: the
     result says which. Raises SettingsError."""
     given = [_name(host) for host in (*THIS_MACHINE, *hosts)]

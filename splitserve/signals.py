@@ -10,7 +10,7 @@ from typing import Any
 def run_until_signal(
     work: Coroutine[Any, Any, None], on_hangup: Callable[[], bool] = lambda: False
 ) -> signal.Signals | None:
-    """Runs work to its end. SIGINT, SIGTERM and SIGHUP cancel it, a second one also its clean-up; gives the one that
+    """Run work to its end. SIGINT, SIGTERM and SIGHUP cancel it, a second one also its clean-up; return the one that
     did. SIGHUP does not where `on_hangup` has made something else of it, or this process was told to ignore it."""
     received: list[signal.Signals] = []
 
@@ -41,6 +41,6 @@ def run_until_signal(
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:
-    """Runs work to its end; where a signal ends it, this process exits with 128 + the signal's number."""
+    """Run work to its end; where a signal ends it, this process exits with 128 + the signal's number."""
     if number := run_until_signal(work):
         sys.exit(128 + number)

@@ -34,7 +34,7 @@ class Control(Protocol):
 
     @property
     def is_serving(self) -> bool:
-        """Whether the health service reports SERVING."""
+        """Return whether the health service reports SERVING."""
 
     def capacity(self) -> Capacity:
         """Return the current capacity of the fleet."""

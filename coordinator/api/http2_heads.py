@@ -62,7 +62,7 @@ class HeadReader:
 
     @property
     def is_between_calls(self) -> bool:
-        """Whether no frame, head or request is incomplete."""
+        """Return whether no frame, head or request is incomplete."""
         return self.has_preface and not (self._unread or self._num_to_skip or self._head is not None or self._open)
 
     def feed(self, data: bytes) -> Read:

@@ -89,7 +89,7 @@ class RequestPlan:
 
     @property
     def is_read_whole(self) -> bool:
-        """Whether every prompt token is computed, for prompt logprobs or mean pooling."""
+        """Return whether every prompt token is computed, for prompt logprobs or mean pooling."""
         is_mean = self.pooling is not None and self.pooling.kind == MEAN
         return is_mean or any(each.prompt_logprobs is not None for each in self.samplings)
 

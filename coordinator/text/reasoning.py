@@ -75,12 +75,12 @@ class ReasoningReader:
 
     @property
     def has_thoughts(self) -> bool:
-        """Whether the text so far began with thoughts."""
+        """Return whether the text so far began with thoughts."""
         return self._is_thinking
 
     @property
     def is_over(self) -> bool:
-        """Whether no thoughts can follow."""
+        """Return whether no thoughts can follow."""
         return self._is_over
 
     def feed(self, text: str) -> tuple[str, str]:

@@ -19,6 +19,7 @@ class LoopbackNetwork:
         return self.listeners[address]
 
     def dialer(self) -> "LoopbackDialer":
+        """Return a new dialer of this network."""
         return LoopbackDialer(self)
 
 

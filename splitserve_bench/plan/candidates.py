@@ -143,7 +143,7 @@ class Plan:
         return [(name, pool) for _, _, name, pool in sorted(nodes, key=lambda node: node[:3])]
 
     def fits(self) -> bool:
-        """Whether the cell has the hosts that this takes."""
+        """Return whether the cell has the hosts that this plan needs."""
         hosts = {(placed.kind.hardware, placed.host) for placed in self.placed()}
         num_kinds = len({hardware for hardware, _ in hosts})
         return len(hosts) <= -(-self.cell_devices // self.gpus_per_host) + num_kinds - 1

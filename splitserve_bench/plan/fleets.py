@@ -80,7 +80,7 @@ class JudgingClients:
         return sum(self._missed)
 
     def start(self, server: Server) -> None:
-        """Sends everything when it is due."""
+        """Send each request at its planned time."""
         num_judged = self.num_before + self.num_counted
         for index, planned in enumerate(self.planned):
             judged = Judged(index, planned)

@@ -94,7 +94,7 @@ class NodeKind:
 
     @property
     def grid(self) -> str:
-        """Its ranks in words."""
+        """Return the ranks of the node in words."""
         return f"TP{self.tp} PP{self.pp}" if self.pp > 1 else f"TP{self.tp}"
 
     @cached_property

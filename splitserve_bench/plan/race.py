@@ -43,7 +43,7 @@ class Knee:
     high: float | None
 
     def is_within(self, tolerance: float) -> bool:
-        """Whether the interval ends so close to the rate on either side, as a share of it."""
+        """Return whether the interval ends so close to the rate on either side, as a share of it."""
         factor = 1 + tolerance
         return bool(self.low and self.high and self.high <= self.rate * factor and self.low * factor >= self.rate)
 
@@ -180,7 +180,7 @@ class Runner:
 
     @property
     def has_only_passed(self) -> bool:
-        """Whether nothing but its promise says where it ends."""
+        """Return whether nothing but its promise says where it ends."""
         return self.result.failing_rate is None and self.result.best_rate is not None
 
     @property
@@ -262,7 +262,7 @@ class Race:
         return chosen
 
     def record(self, index: int, played: Played) -> None:
-        """Takes in what a probe found."""
+        """Record the result of a probe."""
         runner = self.runners[index]
         runner.is_running = False
         runner.played.append(played)
@@ -332,7 +332,7 @@ class Turns:
         return self._waiting.popleft() if self._waiting else None
 
     def record(self, index: int, played: Played) -> list[int]:
-        """Takes in what a probe found: the plans of which the race knows more now."""
+        """Record the result of a probe, and return the plans of which the race knows more now."""
         self._played[index] = played
         recorded = []
         while self._under_way and self._under_way[0] in self._played:
@@ -366,7 +366,7 @@ class Progress:
     best: tuple[str, ...] = ()
 
     def played(self, now: float) -> bool:
-        """Takes in that a probe is over; whether others are best now."""
+        """Record that a probe is over, and return whether other plans are best now."""
         self.num_played += 1
         if self.is_survey and not self.race.is_survey:
             self.is_survey, self.began_s, self.num_before = False, now, self.num_played
@@ -375,7 +375,7 @@ class Progress:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Plans that the survey or the race is done with, and of how many."""
+        """Return the number of plans that the survey or the race is done with, and the number of all plans."""
         return self.race.num_plans - len(self.race.going_on()), self.race.num_plans
 
     def line(self, now: float) -> str:

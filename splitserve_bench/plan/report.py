@@ -156,7 +156,7 @@ def _share(one: Finding, best: Finding) -> str:
 
 
 def _told(best: Finding, second: Finding) -> str:
-    """Whether the knees are told apart, and how far apart they can be."""
+    """Return whether the knees are told apart, and how far apart they can be."""
     (low, high), (low_2, high_2) = best.knee, second.knee
     if low is None or high is None or low_2 is None or high_2 is None:
         return "how close it is surely is not known."

@@ -123,6 +123,7 @@ class GrpcBackend:
         await self.describe(deadline_s)
 
     def prepare(self, request: PlannedRequest) -> bytes:
+        """Return the serialized GenerateRequest of a planned request."""
         message = generate_request(
             request.text or request.prompt,
             model=self._target.model,

@@ -48,7 +48,7 @@ class Target:
 
     @property
     def takes_chats(self) -> bool:
-        """Whether each prompt is a conversation of one message, as text."""
+        """Return whether each prompt is a conversation of one message, as text."""
         return self.backend == OPENAI and self.endpoint.endswith(CHATS)
 
 
@@ -220,7 +220,7 @@ def returns_at_s(outcome: Outcome, most_repeats: int, patience_s: float) -> floa
 
 
 def last_sendings(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Return what became of each request in the end, of outcomes in which its sendings follow each other."""
+    """Return the final outcome of each request. In `outcomes` the sendings of a request follow each other."""
     return list({outcome.index: outcome for outcome in outcomes}.values())
 
 

@@ -71,7 +71,7 @@ class SimulatedCoordinator:
     # ---- nodes ----
 
     def attach(self, node: SimulatedNode) -> None:
-        """Takes a node in, whose messages go their ways from now on."""
+        """Attach a node: its messages are delivered from now on."""
         known = self.registry.admit(node.hello(), self._agenda.now)
         message_s, noise = node.costs.message_s, node.noise
         events = Line(self._agenda, message_s, noise.events, partial(self._receive, known))
@@ -120,7 +120,7 @@ class SimulatedCoordinator:
     def submit(
         self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, deadline_s: float, slo: Slo | None = None
     ) -> None:
-        """Begins an answer; what cannot begin ends at once."""
+        """Start a request; a request that cannot start ends at once."""
         now = self._agenda.now
         try:
             instructions = self.scheduler.submit(
@@ -145,7 +145,7 @@ class SimulatedCoordinator:
         self._agenda.after(TICK_S, self._tick)
 
     def apply(self, instructions: Iterable[Instruction], now: float) -> None:
-        """Does what has been decided at that moment."""
+        """Carry out the instructions decided at `now`."""
         for instruction in instructions:
             match instruction:
                 case Emit():

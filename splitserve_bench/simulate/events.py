@@ -22,14 +22,14 @@ class Agenda:
         self._order = itertools.count()
 
     def at(self, moment_s: float, action: Action) -> None:
-        """Plans an action; what is late already is due now."""
+        """Plan an action; what is late already is due now."""
         heapq.heappush(self._due, (moment_s if moment_s > self.now else self.now, next(self._order), action))
 
     def after(self, seconds: float, action: Action) -> None:
         self.at(self.now + seconds, action)
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Lets things happen until `is_over`, which is asked after each. Raises BenchError when nothing is left."""
+        """Let things happen until `is_over`, which is asked after each. Raises BenchError when nothing is left."""
         due = self._due
         while not is_over():
             if not due:

@@ -77,11 +77,11 @@ class LoadClients:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is under way, and nothing comes back."""
+        """Return whether nothing is under way, and nothing comes back."""
         return not self._num_left
 
     def start(self, server: Server) -> None:
-        """Sends everything when it is due."""
+        """Send each request at its planned time."""
         self._server = server
         for planned in self._planned:
             self._agenda.at(planned.send_at_s, lambda planned=planned: self._due(planned))  # type: ignore[misc]

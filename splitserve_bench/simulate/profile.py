@@ -175,7 +175,7 @@ class StepProfile:
 
     @property
     def knows_neighbours(self) -> bool:
-        """Whether it makes a difference what other nodes of the machine do."""
+        """Return whether steps depend on the load of other nodes of the machine."""
         return (self.answers_alone_factor, self.prompts_alone_factor) != (1.0, 1.0)
 
 

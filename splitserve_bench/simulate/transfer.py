@@ -103,7 +103,7 @@ class Transfers:
         receiver.worker.credited(epoch, descriptor)
 
     def _send(self, sender: End, epoch: int, descriptor: bytes, num_blocks: int) -> None:
-        """Begins a transfer, of which so many leading blocks are final."""
+        """Begin a transfer, of which so many leading blocks are final."""
         transfer = self._by_descriptor.pop(descriptor)
         transfer.sender, transfer.sent_epoch = sender, epoch
         self._sending[sender, epoch] = transfer
@@ -141,7 +141,7 @@ class Transfers:
             self._agenda.at(arrived_s, lambda: self._end(transfer, State.COMMITTED, by=transfer.receiver))
 
     def _cancel(self, node: End, epoch: int) -> None:
-        """Ends what the node receives or sends, if it has not ended."""
+        """End the KV transfers that the node receives or sends."""
         if transfer := self._receiving.get((node, epoch)):
             self._end(transfer, State.REVOKED, by=node)
         if transfer := self._sending.get((node, epoch)):
@@ -154,7 +154,7 @@ class Transfers:
                 self._end(transfer, State.LOST, by=node)
 
     def _watch(self, transfer: Transfer) -> None:
-        """Tells the sender once when all that was ready has left, unless that is the whole by then."""
+        """Tell the sender once when all that was ready has left, unless that is the whole by then."""
         assert transfer.sender is not None
         if transfer.state is not State.OPEN or transfer.is_finished:
             return

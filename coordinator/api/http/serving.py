@@ -320,7 +320,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def _reads_ahead(self) -> bool:
-        """Whether received bytes are of later calls than the latest."""
+        """Return whether received bytes are of later calls than the latest."""
         return self._num_calls > 0 and self._has_body
 
     def _parse_ahead(self) -> None:

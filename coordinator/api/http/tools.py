@@ -39,7 +39,7 @@ class Offer:
 
     @property
     def must_call(self) -> bool:
-        """Whether the output is calls in the model's own format."""
+        """Return whether the output is calls in the model's own format."""
         return self.schema != "" and self.held != ()
 
     @property
