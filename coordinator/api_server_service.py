@@ -31,6 +31,7 @@ from coordinator.control.request_log import CallRecord
 from coordinator.control.slo import SloClasses
 from coordinator.dispatcher import Dispatcher
 from coordinator.fleet_service import NumberedStream, read_hello
+from coordinator.text.answers import check_follows
 from coordinator.traces.carrier import CARRIER
 from protos import api_servers_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
@@ -66,7 +67,8 @@ class TokenOutput:
 
     def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None) -> bool:
         """Add the next tokens. Return False, since the API server finds stop strings. Raise RequestError for a slow
-        reader."""
+        reader, and for tokens that do not follow."""
+        check_follows(tokens, self._num_tokens)
         chunk = inference_pb2.Chunk(
             first_token_index=self._num_tokens,
             token_ids=[token.token_id for token in tokens],

@@ -8,6 +8,8 @@ from coordinator.control.request import SoFar
 from coordinator.text.detokenizer import Detokenizer
 from coordinator.text.stop_strings import StopMatcher
 from protos import fleet_pb2, inference_pb2
+from serving_core.errors import RequestError
+from serving_core.reasons import ENGINE_ERROR
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,12 @@ class AnswerText:
         return text[num_known:]
 
 
+def check_follows(tokens: Sequence[fleet_pb2.SampledToken], num_tokens: int) -> None:
+    """Raise RequestError unless the tokens follow the first `num_tokens` of an output, since one may have been lost."""
+    if tokens[0].index != num_tokens:
+        raise RequestError(ENGINE_ERROR, f"token {tokens[0].index} came in place of token {num_tokens}")
+
+
 class Answer:
     """One output of a Generation."""
 
@@ -136,6 +144,7 @@ class Answer:
         if self.matched_stop is not None:
             return True
         first_token_index, text = self._text.num_tokens, ""
+        check_follows(tokens, first_token_index)
         token_ids: list[int] = []
         logprobs: list[inference_pb2.TokenLogprobs] = []
         for token in tokens:

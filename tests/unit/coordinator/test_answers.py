@@ -143,8 +143,15 @@ def test_the_text_of_a_token_that_ends_the_answer_is_like_a_stop_string(tokenize
 def test_special_tokens_are_text_only_on_demand(tokenizer):
     for skip, text in ((True, "a"), (False, "a<|eos|>")):
         answer = answer_with(tokenizer, skip_special_tokens=skip)
-        answer.add([sampled(None, 0, EOS), sampled(None, 1, 97)][::-1])
+        answer.add([sampled(None, 0, 97), sampled(None, 1, EOS)])
         assert read(answer)[0] == text
+
+
+def test_a_lost_token_is_not_passed_over(tokenizer):
+    answer = answer_with(tokenizer)
+    answer.add(tokens_of(b"ab"))
+    with pytest.raises(RequestError, match="token 3 came in place of token 2"):
+        answer.add(tokens_of(b"d", 3))
 
 
 @given(text=st.text("ab<é", max_size=20), stop=st.text("ab<é", min_size=1, max_size=3), data=st.data())

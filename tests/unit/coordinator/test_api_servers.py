@@ -146,8 +146,8 @@ def test_steps_that_wait_for_the_api_server_travel_together(link):
     first.add(sampled(8), 3)
     assert told(next_batch(link)) == [("5", 0, 0, [8])]
     (other,) = outputs_of(link, "6", 1)
-    for token_id in (9, 10):
-        first.add(sampled(token_id), None)
+    for index, token_id in enumerate((9, 10), start=1):
+        first.add(sampled(token_id, first_index=index), None)
     other.add(sampled(7), None)
     second.add(sampled(19, 20), None)
     assert told(next_batch(link)) == [("5", 0, 1, [9, 10]), ("5", 1, 0, [19, 20]), ("6", 0, 0, [7])]
@@ -194,9 +194,16 @@ def test_what_an_api_server_leaves_is_bounded(link):
     output, _ = outputs_of(link)
     output.add(sampled(*range(2048)), None)  # for both outputs of the call
     with pytest.raises(RequestError, match="the reader is 2049 tokens behind, the limit is 2048"):
-        output.add(sampled(1), None)
+        output.add(sampled(1, first_index=2048), None)
     next_batch(link)
-    output.add(sampled(1), None)
+    output.add(sampled(1, first_index=2049), None)
+
+
+def test_a_lost_token_is_not_passed_over(link):
+    output, _ = outputs_of(link)
+    output.add(sampled(8), None)
+    with pytest.raises(RequestError, match="token 2 came in place of token 1"):
+        output.add(sampled(9, first_index=2), None)
 
 
 def test_after_the_end_comes_nothing_but_what_was_said_before(link):
