@@ -1,12 +1,14 @@
 """Control admission: admit, defer or refuse new requests, and estimate the retry-after of refused ones. Pure.
 
 Margin. The first token of a request with an SLO on TTFT is planned some time before its limit. The margin is learned
-from the errors of the predicted first tokens, as a share of the limit (serving_core/slo.py), so a long queue and a
-single step have the same planned deadline. An SLO on TPOT is planned with the share of it that was recently enough.
+from how much later than predicted, and than planned, first tokens come, as a share of the limit (serving_core/slo.py),
+so a long queue and a single step have the same planned deadline. An SLO on TPOT is planned with the share of it that
+was recently enough.
 
 Refusals. With `--admission timely` a request whose prompt cannot be prefilled in time is refused at once. A request
-that would make others late is deferred if a place is expected in time, and refused at once otherwise. Whatever its SLO,
-a request is refused whose first token would come more than `max_queue_wait_s` after its arrival.
+that would make others late is deferred if a place is expected in time, and refused at once otherwise, unless the one
+late request is a prompt that takes longer: as many are in time then, and the node has more time for those to come.
+Whatever its SLO, a request is refused whose first token would come more than `max_queue_wait_s` after its arrival.
 
 Retry-after. A place becomes free whenever a running request ends. Each refused request gets the next place that no
 other refused request has, at the rate of the latest ends, so that clients which obey come back one by one. A request
@@ -336,7 +338,10 @@ class Admission:
     def keeps_slos(self, request: Request, placed: Placed, now: float) -> bool:
         """Return whether a request may begin where it could be placed like this, as far as SLOs are concerned."""
         is_new = request.due is not None and not request.num_restarts and not request.output
-        return self.admits_late or not is_new or (placed.is_timely and not self.is_hopeless(request, placed, now))
+        if self.admits_late or not is_new:
+            return True
+        num_late = placed.num_late - placed.displaces_prompt
+        return not num_late and placed.tpot_ratio <= 1 and not self.is_hopeless(request, placed, now)
 
     def is_idle(self, placed: Placed) -> bool:
         """Return whether the nodes of a placement have nothing to do."""
@@ -344,11 +349,14 @@ class Admission:
 
     def is_hopeless(self, request: Request, placed: Placed, now: float) -> bool:
         """Return whether a new request that could be placed like this cannot have its first token by the planned
-        deadline."""
+        deadline, even if prompts that take longer gave way to its prompt."""
         due = self.planned_due(request)
         if due is None or request.output or due.first_s == inf:
             return False
-        return now + placed.least_prefill_s + self._reserved_s(request, placed.least_prefill_s, now) > due.first_s
+        reserved_s = self._reserved_s(request, placed.least_prefill_s, now)
+        if placed.is_prefill_timely and not reserved_s:
+            return False
+        return now + placed.least_prefill_s + reserved_s > due.first_s
 
     def num_spare(self, request: Request, now: float) -> int:
         """Return how many running slots a request must leave free for requests that come back and can be in time."""
@@ -397,7 +405,10 @@ class Admission:
         """Record when the first token of a request that begins now is expected, if that is known and in time."""
         is_timely = placed.is_timely and not request.num_restarts and not self.is_hopeless(request, placed, now)
         is_new = placed.least_prefill_s > 0 and not request.output
-        request.predicted_first_s = now + placed.begins_s if is_timely and is_new else None
+        due = self.planned_due(request)
+        # What goes before a prompt that has time does not make its prediction wrong.
+        planned_s = due.first_s if due is not None and due.first_s < inf else now
+        request.predicted_first_s = max(now + placed.begins_s, planned_s) if is_timely and is_new else None
 
     def expect(self, request: Request, placed: Placed, now: float) -> None:
         """Record the predictions for a request with an SLO that begins now, and that no node has had."""

@@ -53,6 +53,8 @@ class Placed(NamedTuple):
         prefix fetch             the remote prefix fetch
         queue_s          seconds of work queued on the prefill node; 0 where its rate is unknown
         is_full          the sequence has to wait for others to end
+        displaces_prompt   the one late request is a prompt that takes longer and gives way to this one
+        is_prefill_timely  the prompt is one of the most that the prefill node can prefill in time
 
     The fields from num_late to num_late_beside are predicted only where some request has an SLO.
     """
@@ -69,6 +71,8 @@ class Placed(NamedTuple):
     prefix_fetch: PrefixFetch | None = None
     queue_s: float = 0.0
     is_full: bool = False
+    displaces_prompt: bool = False
+    is_prefill_timely: bool = False
 
     @property
     def is_timely(self) -> bool:
@@ -217,6 +221,8 @@ class _Weighing:
             begins_s=math.inf if decode.is_beyond else prefill.own_begins_s,
             least_prefill_s=prefill.least_prefill_s,
             num_late_beside=decode.num_late_beside(prefill.own_begins_s) if tpot_ratio > 1 else 0,
+            displaces_prompt=num_late == 1 and prefill.displaces_prompt,
+            is_prefill_timely=prefill.is_prefill_timely,
         )
 
     def best(self, pairs: Iterable[Pair]) -> Pair:

@@ -218,6 +218,25 @@ class NodeForecast:
         """Return the seconds until the request's first token is due."""
         return self._own_job.due_s
 
+    @cached_property
+    def is_prefill_timely(self) -> bool:
+        """Return whether the prompt is one of the most that the node can prefill in time.
+
+        A prompt that takes longer may have to give way to it.
+        """
+        own = self._own_job
+        return own.due_s == math.inf or not own.seconds or own in self._timely_prompts([*self._jobs, own])
+
+    @cached_property
+    def displaces_prompt(self) -> bool:
+        """Return whether a prompt that takes longer gives way to this one.
+
+        The node then has as many prompts in time as without it, and more time for those to come.
+        """
+        with_own, others = self._timely_prompts([*self._jobs, self._own_job]), self._timely_prompts(self._jobs)
+        is_shorter = sum(each.seconds for each in with_own) < sum(each.seconds for each in others)
+        return self.is_prefill_timely and len(with_own) <= len(others) and is_shorter
+
     @property
     def is_own_late(self) -> bool:
         """Return whether the first token would be late even if prompts got all of the time."""
@@ -477,11 +496,16 @@ class NodeForecast:
 
     def _late_prompts(self, jobs: list[Job], num_more: int = 0) -> int:
         due = [each for each in jobs if each.seconds and each.due_s < math.inf]
+        return len(due) - len(self._timely_prompts(due, num_more))
+
+    def _timely_prompts(self, jobs: list[Job], num_more: int = 0) -> list[Job]:
+        """Return the most of the prompts with a deadline that can be in time."""
+        due = [each for each in jobs if each.seconds and each.due_s < math.inf]
         if not due:
-            return 0
+            return []
         pace = self._pace(num_more)
         found = timely([each.seconds for each in due], [pace.work_s(each.due_s) for each in due])
-        return len(due) - len(found)
+        return [due[index] for index in found]
 
     def _is_overdue(self, part: LimitedPart) -> bool:
         """Return whether the first token is overdue: such a prompt is prefilled after those that can be in time."""

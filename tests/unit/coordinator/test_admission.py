@@ -118,6 +118,16 @@ def test_an_answer_of_few_tokens_says_nothing_of_tpot():
     assert found.tpot_margin == 1.0
 
 
+def test_a_prompt_that_has_time_is_predicted_for_when_it_is_planned():
+    """Others that go before it until then make no prediction wrong, so the margin learns nothing from them."""
+    found, request = admission(), tracked(Slo("", 2.0, None))
+    found.predict(request, Placed(None, None, begins_s=0.2, least_prefill_s=0.2), NOW)
+    assert request.predicted_first_s == found.planned_due(request).first_s == pytest.approx(NOW + 1.8)
+    without = tracked(Slo("", None, 0.05))
+    found.predict(without, Placed(None, None, begins_s=0.2, least_prefill_s=0.2), NOW)
+    assert without.predicted_first_s == pytest.approx(NOW + 0.2)
+
+
 def test_late_ones_are_planned_without_a_first_token_and_those_that_have_it_as_they_are():
     found = admission()
     late, goes_on = tracked(Slo("", 4.0, 0.05)), tracked(Slo("", 4.0, 0.05))

@@ -424,6 +424,18 @@ def test_what_would_be_late_is_refused_with_the_wait_where_the_configuration_say
     assert world.submit("fourth", slo=Slo("", 40.0, None)) == ["reserve d0", "prefill p0"]
 
 
+@pytest.mark.parametrize(("num_tokens", "is_taken"), [(1, True), (2, True), (3, False)])
+def test_a_shorter_prompt_takes_the_time_of_a_longer_one(num_tokens, is_taken):
+    """One of 3 tokens, 3 s, waits, and both are due after 3.6 s: as many are in time, and sooner. Not of equal ones."""
+    world = World(("p0", "d0"), admits_late=False)
+    told = events.heartbeat(prefill_tokens_per_s=1.0).heartbeat
+    world.registry.heartbeat(world.registry.find("p0"), told, 0.0)
+    world.submit("first", slo=Slo("", 4.0, None))
+    with nullcontext() if is_taken else pytest.raises(RequestError, match="cannot be kept"):
+        commands = world.submit("second", token_ids=[7] * num_tokens, slo=Slo("", 4.0, None))
+        assert commands == ["reserve d0", "prefill p0"]
+
+
 @pytest.mark.parametrize(("preparing_s", "is_taken"), [(0.25, True), (0.35, False)])
 def test_what_has_taken_long_to_prepare_has_less_time_left(preparing_s, is_taken):
     """Two prompts of 3 tokens take 6 s, of 7 less the tenth that is spared."""
