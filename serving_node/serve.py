@@ -76,7 +76,7 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
         prefill_tokens_per_s = engine.warm_up()
         drafter = _drafter(draft_flags, engine)
         take_own_stream(device)
-        async with kept_spares() as spares, _second_tier(settings, engine) as (store, plan):
+        async with kept_spares() as spares, _kv_offload(settings, engine) as (store, plan):
             sender, receiver = _ends(settings, engine, device, spares)
             try:
                 if group.rank:
@@ -174,7 +174,7 @@ async def _metrics_port(settings: NodeSettings, exposition: NodeExposition) -> A
 
 
 @asynccontextmanager
-async def _second_tier(settings: NodeSettings, engine: Engine) -> AsyncIterator[tuple[TierStore | None, OffloadPlan]]:
+async def _kv_offload(settings: NodeSettings, engine: Engine) -> AsyncIterator[tuple[TierStore | None, OffloadPlan]]:
     """Yield this rank's KV offload store and the plan for rank 0.
 
     Every rank has the same number of slots, computed from the largest block of all ranks. Raises SettingsError.
@@ -194,7 +194,7 @@ async def _second_tier(settings: NodeSettings, engine: Engine) -> AsyncIterator[
 
     with closing(on_all_ranks(engine.group, SettingsError, store_of_rank, TierStore.close)) as store:
         host_s, disk_s = store.probe()
-        logger.info("second tier: %d blocks in memory, %d in a file", num_host, num_disk)
+        logger.info("KV offload: %d blocks in memory, %d in a file", num_host, num_disk)
         yield store, OffloadPlan(num_host, num_disk, host_s, disk_s, reads_always=tier.kv_read_back == "always")
 
 

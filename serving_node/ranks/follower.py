@@ -84,7 +84,7 @@ class Follower:
             if command.HasField("step"):
                 await self._step(command.step)
             elif command.WhichOneof("command") in TIER_COMMANDS:
-                assert self._store is not None, "a second tier on rank 0 alone"
+                assert self._store is not None, "KV offload on rank 0 alone"
                 follow(command, self._store, self._leader)
                 self._num_tier_commands -= 1
                 if not self._num_tier_commands:

@@ -37,7 +37,7 @@ class NodeTier:
 
     def carry_out(self, decision: Offload | Load | CancelLoad) -> None:
         """Carry out a decision on this rank, and command the followers to do so."""
-        assert self._store is not None, "a node without a second tier has decided something about it"
+        assert self._store is not None, "a node without KV offload has decided to offload"
         match decision:
             case Offload(copies=copies):
                 self._followers.send(offload=_offload_to_wire(copies))

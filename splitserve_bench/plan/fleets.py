@@ -75,10 +75,6 @@ class JudgingClients:
     _num_seen: int = 0
     _live: dict[str, Judged] = field(default_factory=dict)
 
-    @property
-    def num_missed(self) -> int:
-        return sum(self._missed)
-
     def start(self, server: Server) -> None:
         """Send each request at its planned time."""
         num_judged = self.num_before + self.num_counted

@@ -123,7 +123,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """What the second tiers of all nodes have done: full blocks that were read back, and those of prompts that were in
+    """What the KV offload of all nodes have done: full blocks that were read back, and those of prompts that were in
     no tier, or faster computed; seconds that prompts waited for them, and what computing would have taken beyond that,
     as the nodes reckon."""
 

@@ -181,7 +181,7 @@ def serve_view(summary: Summary, run: Run) -> Group:
         parts += ["", f"mean of each phase: {means}"]
     if (tier := run.tier) is not None:
         parts += [
-            f"second tier: {tier.num_hits} blocks read back, {tier.hit_rate:.1%} of those that the pools did not hold, "
+            f"KV offload: {tier.num_hits} blocks loaded, {tier.hit_rate:.1%} of those that the pools did not hold, "
             f"in {tier.read_s:.1f} s that prompts waited; computing them would have taken {tier.saved_s:.1f} s more"
         ]
     parts += [f"[yellow]{escape(line)}[/]" for line in lag_warnings(summary, run.options.max_concurrency)]
@@ -240,7 +240,7 @@ def _counts_table(summary: Summary, run: Run) -> Table:
     if summary.cached_share is not None:
         rows["prompt tokens not computed"] = f"{summary.cached_share:.1%}"
     if run.tier is not None:
-        rows["  read back from the second tier"] = f"{read_share(run.tier, summary):.1%}"
+        rows["  loaded from the KV offload"] = f"{read_share(run.tier, summary):.1%}"
     if run.num_clipped:
         rows["requests clipped to what the model takes"] = f"{run.num_clipped}"
     table = plain_table("figure", numbers=("measured",))

@@ -31,7 +31,7 @@ class Run:
     """What was run. An infinite request rate is everything at once, or a trace at its own times, or that of a ramp.
 
     stages are those of a load in stages, which are multiples of the request rate. num_clipped are the requests cut to
-    what the model takes; tier what the second tiers of a simulated fleet did, None where it has none. digest is of what
+    what the model takes; tier what the KV offload of a simulated fleet did, None where it has none. digest is of what
     a simulation was asked, which names its file instead of the time.
     """
 

@@ -214,7 +214,7 @@ class FleetSize:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What became of a load; and what the second tiers of the nodes did, None where they have none."""
+    """What became of a load; and what the KV offload of the nodes did, None where they have none."""
 
     outcomes: list[Outcome]
     tier: TierUse | None

@@ -139,7 +139,7 @@ def content(pool, block_ids):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_blocks_go_to_the_second_tier_and_back(tmp_path, layout):
+def test_blocks_go_to_the_kv_offload_and_back(tmp_path, layout):
     pool = random_pool(layout)
     before = content(pool, [7, 2, 3])
 

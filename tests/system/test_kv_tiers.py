@@ -1,4 +1,4 @@
-"""Blocks that small pools give up come back from the second tier, and answers stay the same, to the bit."""
+"""Blocks that small pools give up come back from the KV offload, and answers stay the same, to the bit."""
 
 import asyncio
 import random

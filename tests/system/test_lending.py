@@ -59,7 +59,7 @@ async def test_a_chat_of_three_turns(start_cluster, model, name):
 
 @pytest.mark.nightly
 async def test_what_the_writers_pool_gave_up_is_lent_too(start_cluster, model):
-    """Others have taken its place since, and it lies in the second tier."""
+    """Others have taken its place since, and it lies in the KV offload."""
     decode = {"num_kv_blocks": 30, "kv_host_bytes": "1MiB", "kv_read_back": "always"}
     cluster = start_cluster(model, coordinator=ALWAYS, node={"num_kv_blocks": 100}, decode=decode)
     reference, chat = Reference(model), _prompt(1, 60)

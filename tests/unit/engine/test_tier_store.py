@@ -1,4 +1,4 @@
-"""The bytes of blocks in the second tier, beside what the pool held."""
+"""The bytes of blocks in the KV offload, beside what the pool held."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Which blocks the second tier holds, and where, beside a plain list of what ought to be there."""
+"""Which blocks the KV offload holds, and where, beside a plain list of what ought to be there."""
 
 import pytest
 from hypothesis import given

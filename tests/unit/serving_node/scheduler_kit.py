@@ -140,7 +140,7 @@ class Node(Ports):
         self.worker = worker = Worker(self.scheduler, self, self)
         worker.engine = worker.transfers = worker.grammars = worker.offload = self
         self.compiling = []  # requests whose grammar is compiled
-        self.tier_kv = {}  # what each slot of the second tier holds
+        self.tier_kv = {}  # what each slot of the KV offload holds
         self.tier_names = {}  # by slot: what the pool called what was copied there
         self.tells_lost = True  # of what could not be copied
         self._evicted = {}  # by block: its name when the pool gave it up last

@@ -241,7 +241,7 @@ def test_what_is_there_meanwhile_is_not_asked_for():
     assert not reader.prefix_fetch_begun
 
 
-def test_the_second_tier_comes_first():
+def test_the_kv_offload_comes_first():
     """Its blocks are nearer; what it lacks is not asked for where it holds as much."""
     tier = OffloadPlan(num_host=16, host_s=0.001, reads_always=True)
     reader = source(num_blocks=9, tier=tier)
@@ -254,7 +254,7 @@ def test_the_second_tier_comes_first():
 
 
 def lender_with_a_tier(num_free=9, costs=None, **options):
-    """Whose pool of 9 blocks has given up what it wrote, so that it lies in the second tier; of that pool so many are
+    """Whose pool of 9 blocks has given up what it wrote, so that it lies in the KV offload; of that pool so many are
     not in use."""
     tier = OffloadPlan(num_host=16, **{"host_s": 0.001, "reads_always": True, **options})
     node = source(num_blocks=9, tier=tier, costs=costs)
@@ -268,7 +268,7 @@ def lender_with_a_tier(num_free=9, costs=None, **options):
     return node
 
 
-def test_what_lies_in_the_second_tier_is_lent_too():
+def test_what_lies_in_the_kv_offload_is_lent_too():
     node, reader = lender_with_a_tier(), Node(numerics=NUMERICS[1])
     asked_to_borrow(reader)
     assert asked_to_lend(node, reader) is None

@@ -1,4 +1,4 @@
-"""The second tier of a node of two ranks: each keeps its own part, in order with its own steps."""
+"""the KV offload of a node of two ranks: each keeps its own part, in order with its own steps."""
 
 import asyncio
 import threading

@@ -153,7 +153,7 @@ def test_gpus_and_metadata(summary):
 
 
 def test_what_was_not_computed():
-    """Of complete answers whose server tells it; what came of a second tier is 3 blocks of 16 tokens, of 80."""
+    """Of complete answers whose server tells it; what came of KV offload is 3 blocks of 16 tokens, of 80."""
     told = [answered(0, num_prompt_tokens=60, num_cached_tokens=24), answered(1, num_cached_tokens=11)]
     outcomes = [*told, answered(2), failed(3, num_cached_tokens=10)]
     tier = TierUse(block_tokens=16, num_hits=3, num_misses=9, read_s=0.5, saved_s=2.0)
@@ -248,16 +248,16 @@ def test_what_was_not_computed_is_told_where_it_is_known():
     cached = summarize([answered(num_prompt_tokens=60, num_cached_tokens=24)], SHOWN_LIMITS)
     text = shown(serve_view(cached, SHOWN_RUN))
     assert "prompt tokens not computed 40.0%" in text
-    assert "second tier" not in text
+    assert "KV offload" not in text
     text = shown(
         serve_view(
             summarize([answered(num_prompt_tokens=60, num_cached_tokens=24)], SHOWN_LIMITS),
             replace(SHOWN_RUN, tier=tier),
         )
     )
-    assert "prompt tokens not computed 40.0% read back from the second tier 25.0%" in text
+    assert "prompt tokens not computed 40.0% loaded from the KV offload 25.0%" in text
     assert (
-        "second tier: 3 blocks read back, 25.0% of those that the pools did not hold, in 0.5 s that prompts waited; "
+        "KV offload: 3 blocks loaded, 25.0% of those that the pools did not hold, in 0.5 s that prompts waited; "
         "computing them would have taken 2.0 s more" in text
     )
     assert "not computed" not in shown(serve_view(summarize(SHOWN_OUTCOMES, SHOWN_LIMITS), SHOWN_RUN))

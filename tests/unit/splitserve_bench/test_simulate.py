@@ -189,7 +189,7 @@ def test_what_the_pool_gave_up_is_read_back_where_that_is_faster_than_computing_
     assert played.tier.saved_s > 0
 
 
-def test_a_profile_may_have_a_second_tier(tmp_path):
+def test_a_profile_may_have_kv_offload(tmp_path):
     profile = replace(PROFILE, node=replace(SIZES, tier=TierProfile(5, 7, 0.001, 0.002)))
     profile.save(tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == profile
@@ -332,7 +332,7 @@ def test_it_says_what_bench_serve_says(profile):
     assert "attainment" in text.stdout
 
 
-def test_it_tells_what_a_second_tier_does(tmp_path):
+def test_it_tells_what_kv_offload_does(tmp_path):
     tier = TierProfile(64, 0, 0.001, 0.001)
     path = str(tmp_path / "tier.json")
     replace(PROFILE, node=replace(SIZES, num_blocks=16, tier=tier)).save(Path(path))
@@ -346,7 +346,7 @@ def test_it_tells_what_a_second_tier_does(tmp_path):
     result = json.loads(run(path, *load, "--json").stdout)
     assert result["cached_share"] == result["tier"]["read_share"] == 2 * 15 * 16 / (4 * 250)
     assert (result["tier"]["num_hits"], result["tier"]["hit_rate"]) == (30, 0.5)
-    assert "second tier: 30 blocks read back, 50.0% of those" in " ".join(run(path, *load).stdout.split())
+    assert "KV offload: 30 blocks loaded, 50.0% of those" in " ".join(run(path, *load).stdout.split())
 
 
 def test_prompts_that_take_no_time_are_read_at_once(tmp_path):

@@ -1,4 +1,4 @@
-"""A node's scheduler with a second tier, over KV that tells whether what a step reads is that of its own tokens."""
+"""A node's scheduler with KV offload, over KV that tells whether what a step reads is that of its own tokens."""
 
 import asyncio
 import random
@@ -159,7 +159,7 @@ def test_only_what_is_read_faster_than_computed(token_s, num_loads):
 
 @pytest.fixture
 def made(monkeypatch):
-    """Collect the second tiers of nodes that are made from now on, and their estimates of the time that reads take."""
+    """Collect the KV offloads of nodes that are made from now on, and their estimates of the time that reads take."""
     tiers, rates = [], []
 
     def noted(kind, instances):
@@ -278,7 +278,7 @@ def test_never_a_wrong_token(seed, is_batch_invariant):
 
 
 async def test_a_whole_node_whose_memory_takes_one_block_at_once(tmp_path, monkeypatch):
-    """Two prompts of eight blocks that drive each other out of the pool: in the end all comes from the second tier."""
+    """Two prompts of eight blocks that drive each other out of the pool: in the end all comes from the KV offload."""
     monkeypatch.setattr(tier_store, "OFFLOADED_BYTES", 1)
     prompts = [[(place * place + first) % 97 for place in range(8 * RUNNER_BLOCK_SIZE + 1)] for first in (1, 2)]
     async with running(tmp_path, num_blocks=10, num_tier_blocks=40) as node:
@@ -293,7 +293,7 @@ async def test_a_whole_node_whose_memory_takes_one_block_at_once(tmp_path, monke
         assert node.load.tier.num_damaged == 0
 
 
-async def test_the_second_tier_has_copies_of_what_was_in_blocks_that_host_others(tmp_path, tiny_model):
+async def test_the_kv_offload_has_copies_of_what_was_in_blocks_that_host_others(tmp_path, tiny_model):
     engine = {"model": str(tiny_model), "device": "cpu", "dtype": "bfloat16"}
     sizes = {"num_blocks": MOST_BLOCKS, "num_tier_blocks": MOST_BLOCKS, "max_num_seqs": 4}
     prompt = [(7 * at * at + 3 * at) % 200 for at in range(900)]
