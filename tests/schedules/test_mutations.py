@@ -53,11 +53,11 @@ def commit_without_checksum(monkeypatch):
 
 
 def double_token_at_migration(monkeypatch):
-    """When an answer has moved, its last token goes out once more."""
+    """When an answer has moved, its last token goes out once more, as the next one."""
     commit = Migrations.target_committed
 
     def target_committed(self, request, node, event, now):
-        last = fleet_pb2.SampledToken(token_id=request.output[-1])
+        last = fleet_pb2.SampledToken(index=len(request.output), token_id=request.output[-1])
         return [Emit(request.request_id, [last]), *commit(self, request, node, event, now)]
 
     monkeypatch.setattr(Migrations, "target_committed", target_committed)
