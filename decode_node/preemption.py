@@ -8,6 +8,9 @@ The victim is the youngest request that can be preempted. The oldest request is 
 requests that could not fit into the pool alone, so the oldest request always finishes. A migrating sequence keeps its
 blocks; it needs none of this pool to finish its migration. Prefix sharing does not weaken the guarantee: without other
 requests, all blocks but the oldest request's own are free.
+
+By age give way elsewhere too: prefilled prompts beyond their share of the pool and credits without KV
+(serving_node/admission.py), and blocks held for other nodes (serving_node/distributed_kv/holder.py).
 """
 
 from collections.abc import Callable

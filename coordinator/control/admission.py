@@ -9,6 +9,7 @@ Refusals. With `--admission timely` a request whose prompt cannot be prefilled i
 that would make others late is deferred if a place is expected in time, and refused at once otherwise, unless the one
 late request is a prompt that takes longer: as many are in time then, and the node has more time for those to come.
 Whatever its SLO, a request is refused whose first token would come more than `max_queue_wait_s` after its arrival.
+The limits of requests in flight, in all and for an API key, are in control/scheduler.py (`check_room`).
 
 Retry-after. A place becomes free whenever a running request ends. Each refused request gets the next place that no
 other refused request has, at the rate of the latest ends, so that clients which obey come back one by one. A request

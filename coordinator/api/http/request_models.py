@@ -5,7 +5,9 @@ The API validates by these declarations, and docs/fields.md, /openapi.json and /
 field that would change the output is `Refused`; a field that cannot change it is `Ignored`. A field that is not
 declared is unknown: the client gets a warning or an error (coordinator/api/unknown_fields.py).
 
-Values that depend on the model or the fleet are checked where the gRPC API checks them.
+Values that depend on the model or the fleet are checked where the gRPC API checks them (coordinator/api/validation.py),
+which also fills in the sampling defaults of the model's folder (coordinator/served_model.py). The bounds of sampling
+fields are `SAMPLING_RANGES` (serving_core/requests.py).
 """
 
 from typing import Annotated, Any, Final, Literal

@@ -42,37 +42,25 @@ from serving_core.shapes import DECODE, PREFILL
 class Placed(NamedTuple):
     """The prefill node and the decode node of a request: one node for both, or two with a KV transfer.
 
-        num_late         requests with an SLO that are expected to miss it because of this one, itself included
-        tpot_ratio         a step of all sequences on the decode node, as a multiple of their tightest limit on TPOT
-        wait_s           seconds until the first token would be in time and there is room, or until this request and
-                         those before it have running slots, as far as that is known
-        prefill_s          seconds of the prefill itself
-        begins_s         seconds until the prompt is prefilled; inf where no time is better
-        least_prefill_s     the same, if prompts got all of the prefill node's time
-        num_late_beside  late sequences on a crowded decode node, with this one
-        prefix fetch             the remote prefix fetch
-        queue_s          seconds of work queued on the prefill node; 0 where its rate is unknown
-        is_full          the sequence has to wait for others to end
-        displaces_prompt   the one late request is a prompt that takes longer and gives way to this one
-        is_prefill_timely  the prompt is one of the most that the prefill node can prefill in time
-
     The fields from num_late to num_late_beside are predicted only where some request has an SLO.
     """
 
     prefill_node: Node
     decode_node: Node
-    num_late: int = 0
-    tpot_ratio: float = 0.0
+    num_late: int = 0  # requests with an SLO that are expected to miss it because of this one, itself included
+    tpot_ratio: float = 0.0  # a step of all sequences on the decode node, as a multiple of their tightest limit on TPOT
     wait_s: float = 0.0
-    prefill_s: float = 0.0
-    begins_s: float = 0.0
-    least_prefill_s: float = 0.0
-    num_late_beside: int = 0
+    """Time until the first token would be in time and there is room, or until this request and those before it have
+    running slots, as far as that is known."""
+    prefill_s: float = 0.0  # of the prefill itself
+    begins_s: float = 0.0  # until the prompt is prefilled; inf where no time is better
+    least_prefill_s: float = 0.0  # the same, if prompts got all of the prefill node's time
+    num_late_beside: int = 0  # late sequences on a crowded decode node, with this one
     prefix_fetch: PrefixFetch | None = None
-    queue_s: float = 0.0
-    is_full: bool = False
-    displaces_prompt: bool = False
-    is_prefill_timely: bool = False
+    queue_s: float = 0.0  # of work queued on the prefill node; 0 where its rate is unknown
+    is_full: bool = False  # the sequence has to wait for others to end
+    displaces_prompt: bool = False  # the one late request is a prompt that takes longer and gives way to this one
+    is_prefill_timely: bool = False  # the prompt is one of the most that the prefill node can prefill in time
 
     @property
     def is_timely(self) -> bool:
