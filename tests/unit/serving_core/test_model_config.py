@@ -325,7 +325,7 @@ def test_what_our_decoder_does_not_know_is_left_to_transformers(read, given):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method 'mxfp4' of a quantization_config"),
+        ({"quantization_config": {"quant_method": "quark"}}, "quant_method 'mxfp4' of a quantization_config"),
         ({"quantization_config": {"quant_method": "fp8"}, "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"is_causal": False}, "attention that goes both ways"),
         ({"architectures": ["LlamaModel"], "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
@@ -414,8 +414,8 @@ def test_native_and_transformers_by_name(read):
     [
         ({"is_encoder_decoder": True}, "an encoder-decoder is not supported"),
         (
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            "weights quantized by 'mxfp4' are not supported for models that",
+            {"quantization_config": {"quant_method": "quark"}},
+            "weights quantized by 'quark' are not supported for models that",
         ),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers .* must be at most 1024"),
