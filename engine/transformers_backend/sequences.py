@@ -79,8 +79,10 @@ class SequenceDecoder:
     needs_portable: Final = True
 
     def __init__(self, model: Any, device: torch.device, block_size: int, kv_dtype: str) -> None:
-        """Try the model with two tokens. Raises ModelError if it does not compute with transformers' cache, or keeps
-        something there that the pool cannot hold.
+        """Try the model with TRIED_TOKENS tokens.
+
+        Raises ModelError if it does not compute with transformers' cache, or keeps something there that the pool cannot
+        hold.
         """
         self._model = model
         self._device = device
