@@ -325,7 +325,7 @@ def test_what_our_decoder_does_not_know_is_left_to_transformers(read, given):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"quantization_config": {"quant_method": "quark"}}, "quant_method 'mxfp4' of a quantization_config"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method 'mxfp4' of a quantization_config"),
         ({"quantization_config": {"quant_method": "fp8"}, "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"is_causal": False}, "attention that goes both ways"),
         ({"architectures": ["LlamaModel"], "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
