@@ -217,7 +217,10 @@ class Dispatcher:
         return node, shape
 
     async def settled(self, node: Node) -> None:
-        """Wait until the node has confirmed the requested shape, is lost, or has not confirmed it in time."""
+        """Wait until the node has confirmed the requested shape, is lost, or has not confirmed it in time (CONFIRM_S).
+
+        Compare `node.shape` with the requested shape afterwards to learn whether the node has confirmed it.
+        """
         while node.requested_shape is not None and node in self._registry:
             self._shapes_changed.clear()
             await self._shapes_changed.wait()

@@ -217,10 +217,11 @@ class Engine:
         on_begun: Callable[[], None],
         until_known: Callable[[], None],
     ) -> list[SampledToken]:
-        """Compute a step like `step`, from a batch of `prepare` and the tokens `before` of the preceding step.
+        """Compute a step like `step`, from the batch that `prepare` has built of these `works`, none with draft tokens.
 
-        Calls `on_begun` when the computation begins. Calls `until_known` before it reads the requests; when
-        `until_known` returns, the requests must hold the tokens `before`.
+        `before` has the preceding step's token of each request, in order. Calls `on_begun` when the computation begins.
+        Calls `until_known` before it reads the requests; when `until_known` returns, the requests must hold the tokens
+        `before`.
         """
         self.clock.lap(THREADS)
         token_ids = torch.tensor([token.token_id for token in before], dtype=torch.int64, device="cpu")

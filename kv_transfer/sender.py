@@ -101,7 +101,10 @@ class SendingChannel:
         self.handle(AllReady(len(block_ids), tail))
 
     def cancel(self) -> None:
-        """End the channel, unless it has ended."""
+        """End the channel with a failure, unless it has ended. Calls the owner's `channel_ended` at once.
+
+        The transport may still read the blocks: do not free them before `is_over`.
+        """
         self.handle(Cancel())
 
     def handle(self, event: Event) -> None:

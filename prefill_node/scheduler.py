@@ -273,7 +273,8 @@ class PromptOrder:
     def of(self, prompts: list[NodeRequest], now: float, pace: Callable[[], StepPace]) -> list[NodeRequest]:
         """Return these prompts, given oldest first, in the order in which they are computed.
 
-        The prompts that `take_hopeless` returns are left out. `pace` is called only if a prompt has a deadline.
+        Leaves out prompts that must be refused, because they cannot be in time: call `take_hopeless` afterwards. `pace`
+        is called only if a prompt has a deadline.
         """
         first = self._timely(prompts, now, pace)
         chosen = {*first, *self._hopeless}

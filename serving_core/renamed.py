@@ -73,7 +73,10 @@ def rename_arguments(arguments: Iterable[str], warn: Warn) -> list[str]:
 
 
 def rename_variables(environment: MutableMapping[str, str], warn: Warn) -> None:
-    """Move the value of each old environment variable to the new name, unless that is set too."""
+    """Rename the old variables in `environment`, and call `warn` with a line for each.
+
+    If the new name is set too, its value stays, and the old variable is removed.
+    """
     for old, new in FLAGS.items():
         old_name, new_name = ENV_PREFIX + old.upper(), ENV_PREFIX + new.upper()
         if old_name in environment:

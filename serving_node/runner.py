@@ -283,11 +283,17 @@ class NodeRunner:
         return self._scheduler.is_draining
 
     async def idle(self) -> None:
-        """Return when no request is left."""
+        """Wait until the node holds no request and no distributed KV of other nodes.
+
+        Does not keep new requests away: call `drain` first.
+        """
         await self._idle.wait()
 
     async def run(self) -> None:
-        """Run steps until cancelled."""
+        """Run steps until cancelled. A failed step fails its requests, and the next step follows.
+
+        The process ends at once if a rank is lost, an error is fatal, or MOST_FAILED_STEPS steps in a row fail.
+        """
         self._alarm = Alarm(self._worker.tick)
         self._worker.carry_out()
         warming = asyncio.create_task(self._warm_up())

@@ -83,7 +83,10 @@ class Transfers:
             transfer.on_caught_up()
 
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
-        """Record the end of a transfer from this node."""
+        """Record the end of a transfer from this node: once for each, also after it was cancelled.
+
+        Raises KeyError for an epoch that is not under way.
+        """
         self._under_way.pop(epoch).on_sent(result, now)
 
 
@@ -100,7 +103,10 @@ class Endings:
         self.decisions = decisions
 
     def fail(self, node_request: NodeRequest, reason: str, message: str) -> None:
-        """End a request with a reason of serving_core.reasons."""
+        """End a request as failed, with a reason of serving_core.reasons, unless it is already ending.
+
+        Cancels its transfer. The failure is reported once no step and no transfer uses the request's blocks.
+        """
         wire = attempt_of(node_request.request)
         self.end(node_request, failed=fleet_pb2.Failed(attempt=wire, reason=reason, message=message))
 

@@ -116,7 +116,10 @@ class Worker:
         self.scheduler.step_done(works, tokens, step_s, self._clock.time(), goes_on=goes_on)
 
     def step_failed(self, works: Sequence[Work], cause: str) -> None:
-        """Fail the requests of a step that has failed; `cause` is the message of their error."""
+        """Fail the requests of a step that has failed; `cause` is the message of their error, which clients see.
+
+        The caller must call `carry_out` afterwards.
+        """
         self.scheduler.step_failed(works, cause, self._clock.time())
 
     # ---- grammars ----

@@ -29,7 +29,7 @@ class BearerSecrets:
         self.replace(holders)
 
     def replace(self, holders: Mapping[str, str]) -> None:
-        """Replace all secrets."""
+        """Replace all secrets by those of a map of secret to holder name; an empty string is no name."""
         self._holders = {_digest(_normal(f"Bearer {secret}")): name for secret, name in holders.items()}
 
     def holder(self, authorizations: Iterable[str]) -> str | None:

@@ -72,9 +72,10 @@ class Overview:
             samples.append(_sample_of(node, now))
 
     def to_wire(self, now: float, *, after: int | None = None) -> inference_pb2.Overview:
-        """Return the report.
+        """Return the report; without `after` it has no history of requests.
 
-        With `after`, it has the history of the requests that ended behind that number, and of the newest live ones.
+        With `after`, it has the history of the newest live requests, and of the requests that ended after the one with
+        this SequenceHistory.number, as far as it is kept; 0: all that is kept.
         """
         scheduler, times = self._scheduler, self._scheduler.history.times(now)
         first = self._samples[max(0, len(self._samples) - RATE_SAMPLES)]

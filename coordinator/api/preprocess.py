@@ -372,8 +372,10 @@ def as_question(request: EmbedRequest) -> GenerateRequest:
 
 
 def most_kept(request: EmbedRequest, limits: Limits) -> int | None:
-    """Return the number of tokens to which a longer input is truncated, or None without truncation. -1 in the request
-    means the limit of the model."""
+    """Return the number of tokens to which a longer input is truncated, or None without truncation.
+
+    -1 in the request means the longest prompt that `limits` allow. The value must have passed `check_truncation`.
+    """
     if not request.HasField("truncate_prompt_tokens"):
         return None
     most, room = request.truncate_prompt_tokens, prompt_limit(limits).most
@@ -421,7 +423,10 @@ MAX_SINCE_FIRST_S: Final = 86_400.0
 
 
 def check_counts(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
-    """Check the lengths of `so_far`, before the prompt is tokenized. Raises RequestError."""
+    """Raise RequestError if an entry of `so_far` has more tokens than `limits.max_model_len`.
+
+    Call it before the prompt is tokenized; `read_so_far` checks the rest, such as the number of entries.
+    """
     for each in request.so_far:
         check_count("so_far.token_ids", len(each.token_ids), limits.max_model_len)
 

@@ -308,9 +308,11 @@ class Admission:
         self._check_wait(request, placed, num_waiting if is_queue else 0, now)
 
     def defer(self, request: Request, placed: Placed, now: float) -> bool:
-        """Defer a request that could be placed like this, if that helps. Return whether it is deferred.
+        """Put a request that could be placed like this into the queue `deferred`, if that helps. Return whether it did.
 
-        Idle nodes defer no request, and deferring does not help a prompt that cannot be prefilled by its deadline.
+        Idle nodes defer no request. Only a new request with an SLO can be deferred, if it would be late or make others
+        late. Without `admits_late`, neither a prompt that cannot be prefilled by its deadline nor a request that would
+        wait too long is deferred.
         """
         if self.is_idle(placed):
             return False

@@ -364,7 +364,11 @@ class Ledger:
         return account.tokens_held + min(num_outgoing, node.pool_tokens // 2)
 
     def tokens_shared(self, node: Node, prompt: Prompt) -> int:
-        """Return the leading tokens of one more prompt that the node's pool has already."""
+        """Return the leading tokens, in whole blocks, that one more prompt shares with requests given to the node.
+
+        These are the sequences that the node decodes or will decode, and the prompts that it holds for other nodes.
+        Blocks that are only cached do not count.
+        """
         return prompt.tokens_among(node, self._decode_hashes.get(node, ()))
 
     def tokens_alone(self, node: Node, part: LimitedPart) -> int:

@@ -58,7 +58,11 @@ class AnswerText:
         return self.next(token.token_id, token.finish_reason)
 
     def next(self, token_id: int, finish_reason: inference_pb2.FinishReason) -> str:
-        """Return the text that the next token makes certain, as `add` does."""
+        """Return the text that the next token makes certain. No token may follow a stop string.
+
+        `finish_reason` tells how this token ends the output; FINISH_REASON_UNSPECIFIED if it does not. After the last
+        token, `rest` returns the text that was held back.
+        """
         return self._news(self._take(token_id, ends=finish_reason == inference_pb2.FINISH_REASON_STOP))
 
     def rest(self) -> str:

@@ -296,7 +296,11 @@ class QuantizedPchannels:
     def gather(
         self, stacks: Sequence[Stack], blocks: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values [len(blocks), block_size, num_kv_heads, width] of these blocks."""
+        """Return keys and values of these blocks in `dtype`, each [len(blocks), block_size, num_kv_heads, width].
+
+        `stacks` are those of one layer (see `empty_stacks`), and `blocks` is a tensor [N] of block ids. The width of
+        keys may differ from that of values.
+        """
         keys, values = chain.from_iterable(self._gather(stack, blocks, dtype) for stack in stacks)
         return keys, values
 

@@ -120,7 +120,10 @@ class Checkpoint(ABC):
         return sum(span.stop - span.start for span in self.spans(part))
 
     def check(self, part: Part) -> None:
-        """Raise ModelError unless an existing tensor has the shape and one of the dtypes."""
+        """Raise ModelError unless the tensor has the shape of `part` and one of its dtypes.
+
+        The tensor must exist: its name is one of `names`.
+        """
         shape, dtype = self.describe(part.name)
         if shape != part.shape:
             raise ModelError(f"{part.name} has shape {list(shape)}, and the model wants {list(part.shape)}")

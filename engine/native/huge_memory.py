@@ -65,7 +65,10 @@ _for_weights: Memory = HugeMemory()
 
 
 def weight_memory() -> Memory:
-    """Return the memory for weights that kernels read."""
+    """Return the Memory in which weights that kernels read are allocated.
+
+    That is the memory of the surrounding `weights_in`, else one HugeMemory for the whole process. Do not keep it.
+    """
     return _for_weights
 
 

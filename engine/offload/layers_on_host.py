@@ -83,7 +83,10 @@ class HostLayer:
         ]
 
     def bind(self, views: Sequence[torch.Tensor] | None) -> None:
-        """Let the layer compute with these views; None: it cannot compute."""
+        """Make the layer's tensors these views, which `views` has returned for a buffer; None: it cannot compute.
+
+        Copies no weights: `copy_to` that buffer before the layer computes.
+        """
         for tensor, view in zip(self._tensors, views or self._nowhere, strict=True):
             tensor.data = view
 

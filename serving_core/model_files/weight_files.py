@@ -44,8 +44,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_header_bytes(stream: BinaryIO) -> int:
-    """Return the length of the header that a safetensors file states at its start; leaves the stream before the
-    JSON.
+    """Return the bytes before the tensor data of a safetensors file: the length field (LENGTH_BYTES) and the JSON.
+
+    Reads the length field at the start of the stream, and leaves the stream before the JSON.
     """
     return LENGTH_BYTES + int.from_bytes(stream.read(LENGTH_BYTES), "little")
 

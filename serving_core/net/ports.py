@@ -183,7 +183,10 @@ def is_loopback(host: str) -> bool:
 
 
 def is_on_this_machine(host: str) -> bool:
-    """Return whether the address is loopback, or belongs to an interface of this machine."""
+    """Return whether the host is localhost, a loopback address, or an address of an interface of this machine.
+
+    Other names are not resolved and give False.
+    """
     if is_loopback(host):
         return True
     try:

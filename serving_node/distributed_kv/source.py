@@ -241,7 +241,10 @@ class DistributedKV(StepSource):
         self._endings.settle(node_request)
 
     def tick(self, now: float) -> None:
-        """Ask holders again that had no room, and end the reservation of a request that asks no more."""
+        """Ask holders again that had no room, where an attempt is due. Fail a request that has waited over PATIENCE_S.
+
+        Also ends the reservation of another node's request that asks no more.
+        """
         self._reservation.tick(now)
         for node_request in list(self._held_up):
             self._try_again(node_request, now)

@@ -49,7 +49,10 @@ NO_KERNELS: Final = (
 
 
 def check_public_ports(settings: ClusterSettings, passed: Mapping[str, Any]) -> None:
-    """Raise SettingsError, with the flag, when a public port is not free."""
+    """Raise SettingsError, with the flag, when the gRPC or the HTTP port is not free on this machine.
+
+    `passed` has the values of flags by field name. Only http_host is read, by default LOOPBACK.
+    """
     http_host = passed.get("http_host") or LOOPBACK
     check_ports(
         [Port("--grpc-port", settings.host, settings.grpc_port), Port("--http-port", http_host, settings.http_port)]

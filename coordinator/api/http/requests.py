@@ -142,7 +142,10 @@ def parse_chat(request: ChatRequest, request_id: str, answer_format: AnswerForma
 
 
 def parse_batch(request: BatchRequest, request_id: str, answer_format: AnswerFormat = PLAIN) -> ParsedRequest:
-    """Convert a call of /v1/chat/completions/batch, which has no tools. Raises RequestError."""
+    """Convert a call of /v1/chat/completions/batch, which has no tools. Raises RequestError.
+
+    `answer_format` is that of the served model.
+    """
     params, offer = _chat_params(request, answer_format)
     chats = [chat_input(request, messages, has_tools=False) for messages in request.messages]
     return _parsed_chats(request, _requests(request, params, request_id, chats), answer_format, offer)

@@ -133,7 +133,10 @@ class SloForecast:
         return 0.0 if part.prefill_node is None else self.on(part.prefill_node).prefilled_s[id(part.due)]
 
     def least_begins_s(self, part: LimitedPart) -> float:
-        """Return the seconds until a sequence begins, if prompts got all of the prefill node's time."""
+        """Return the seconds until a sequence begins (see `begins_s`), if prompts got all of the prefill node's time.
+
+        Returns 0 if its prompt is prefilled.
+        """
         return 0.0 if part.prefill_node is None else self.on(part.prefill_node).least_prefilled_s[id(part.due)]
 
 
