@@ -107,7 +107,7 @@ async def writer_of(cluster, request_id):
         while True:
             for name in cluster.names:
                 for line in cluster.children[name].lines():
-                    if line.get("request_id") == request_id and line["event"] == "told: committed":
+                    if line.get("request_id") == request_id and line["event"] == "event: committed":
                         return name
             await asyncio.sleep(0.05)
 
@@ -208,8 +208,8 @@ async def test_every_line_is_json_and_bears_its_request(cluster):
         }
         for role in ("prefill", "decode")
     }
-    assert {"asked: prefill", "told: first_token"} <= at_nodes["prefill"]
-    assert {"asked: reserve", "told: reserved", "told: committed"} <= at_nodes["decode"]
+    assert {"command: prefill", "event: first_token"} <= at_nodes["prefill"]
+    assert {"command: reserve", "event: reserved", "event: committed"} <= at_nodes["decode"]
 
 
 def ends(cluster):
