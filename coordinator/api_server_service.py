@@ -68,7 +68,7 @@ class TokenOutput:
     def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None) -> bool:
         """Add the next tokens. Return False, since the API server finds stop strings. Raise RequestError for a slow
         reader, and for tokens that do not follow."""
-        check_follows(tokens, self._num_tokens)
+        check_follows(tokens[0].index, self._num_tokens)
         chunk = inference_pb2.Chunk(
             first_token_index=self._num_tokens,
             token_ids=[token.token_id for token in tokens],

@@ -33,7 +33,7 @@ from serving_core.grammars import Grammars
 from serving_core.layout import KVLayout
 from serving_core.model_files.adapters import StoredAdapter, adapter_facts, read_adapters
 from serving_core.model_files.config import FAKE_ARCHITECTURE, NATIVE, ModelConfig, read_model_config
-from serving_core.model_files.fingerprint import fingerprint
+from serving_core.model_files.fingerprint import fingerprint, layout_facts
 from serving_core.model_files.stored_quantization import quantization_name
 from serving_core.node.needs import check_settings, compute_dtype, model_layout, num_blocks_for
 from serving_core.process.extras import require
@@ -67,7 +67,7 @@ def build_engine(settings: EngineSettings, group: RankGroup | None = None, num_k
 
     model, weight_bytes = on_all_ranks(group, ModelError, lambda: _load(part, adapters))
     part = _with_measured_layout(part, model)
-    facts |= fingerprint(part.folder, config, part.model_layout, part.dtype_name, settings.quantization)
+    facts |= layout_facts(part.model_layout)
     pool, num_blocks = _make_pool(part, num_kept_bytes)
     attention = _choose_attention(part, model, pool)
 

@@ -114,7 +114,7 @@ class KVLayout:
     @property
     def num_state_blocks(self) -> int:
         """Return the number of blocks that hold a request's fixed state. They lead its block table."""
-        return -(-self.state_bytes // self.block_bytes)
+        return -(-self.state_bytes // self.block_bytes) if self.state_bytes else 0
 
     @property
     def largest_layer_bytes(self) -> int:

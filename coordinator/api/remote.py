@@ -32,14 +32,14 @@ from coordinator.api.validation import RequestPlan
 from coordinator.control.nodes import Capacity
 from coordinator.control.request import SoFar
 from coordinator.control.request_log import CallRecord
-from coordinator.text.answers import Answer, AnswerText
+from coordinator.text.answers import Answer, AnswerText, check_follows
 from coordinator.traces.carrier import CARRIER, Carrier
 from protos import api_servers_pb2, api_servers_pb2_grpc, inference_pb2, inference_pb2_grpc
 from serving_core import reasons
 from serving_core.errors import RequestError
 from serving_core.net.backoff import Reminder
 from serving_core.net.numbering import MessageLost, Numbering
-from serving_core.reasons import DEADLINE_EXCEEDED, DRAINING, ENGINE_ERROR
+from serving_core.reasons import DEADLINE_EXCEEDED, DRAINING
 from serving_core.tasks import first_to_end
 
 logger = logging.getLogger(__name__)
@@ -71,9 +71,7 @@ class _Output:
 
     def take(self, chunk: inference_pb2.Chunk) -> None:
         """Take the next tokens. Raise RequestError for a slow reader, and where they do not follow the ones before."""
-        if chunk.first_token_index != len(self.token_ids):
-            message = f"token {chunk.first_token_index} came in place of token {len(self.token_ids)}"
-            raise RequestError(ENGINE_ERROR, message)
+        check_follows(chunk.first_token_index, len(self.token_ids))
         self.token_ids.extend(chunk.token_ids)
         self.finish_reason = chunk.finish_reason
         self.first_s = self.first_s or time.monotonic()

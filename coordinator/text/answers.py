@@ -116,10 +116,10 @@ class AnswerText:
         return text[num_known:]
 
 
-def check_follows(tokens: Sequence[fleet_pb2.SampledToken], num_tokens: int) -> None:
-    """Raise RequestError unless the tokens follow the first `num_tokens` of an output, since one may have been lost."""
-    if tokens[0].index != num_tokens:
-        raise RequestError(ENGINE_ERROR, f"token {tokens[0].index} came in place of token {num_tokens}")
+def check_follows(index: int, num_tokens: int) -> None:
+    """Raise RequestError unless token `index` follows the first `num_tokens` of an output, since one may be lost."""
+    if index != num_tokens:
+        raise RequestError(ENGINE_ERROR, f"token {index} came in place of token {num_tokens}")
 
 
 class Answer:
@@ -148,7 +148,7 @@ class Answer:
         if self.matched_stop is not None:
             return True
         first_token_index, text = self._text.num_tokens, ""
-        check_follows(tokens, first_token_index)
+        check_follows(tokens[0].index, first_token_index)
         token_ids: list[int] = []
         logprobs: list[inference_pb2.TokenLogprobs] = []
         for token in tokens:

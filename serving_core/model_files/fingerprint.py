@@ -38,13 +38,19 @@ def fingerprint(
     facts = {field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)}
     facts["dtype"] = dtype
     facts["quantization"] = quantization
-    facts["kv_cache_dtype"] = layout.dtype
-    facts["block_size"] = str(layout.block_size)
-    facts["kv_widths"] = layout.layers_text
-    if layout.state_bytes:
-        facts["state_bytes"] = str(layout.state_bytes)
+    facts |= layout_facts(layout)
     facts["weights"] = _weights(folder, config)
     return facts
+
+
+def layout_facts(layout: KVLayout) -> dict[str, str]:
+    """Return the facts of a fingerprint that the KV layout alone decides."""
+    facts = {
+        "kv_cache_dtype": layout.dtype,
+        "block_size": str(layout.block_size),
+        "kv_widths": layout.layers_text,
+    }
+    return {**facts, "state_bytes": str(layout.state_bytes)} if layout.state_bytes else facts
 
 
 def model_facts(folder: Path, config: ModelConfig) -> dict[str, str]:
