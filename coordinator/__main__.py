@@ -1,9 +1,11 @@
 """Run one coordinator process: `python -m coordinator MODEL`."""
 
+from serving_core.process.extras import end_without_base
 from serving_core.process.interrupts import end_at_once
 
 if __name__ == "__main__":
     end_at_once()
+    end_without_base()
     from coordinator.process import main
 
     main()

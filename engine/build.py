@@ -40,6 +40,7 @@ from serving_core.process.extras import require
 from serving_core.process.heap import keep_freed_memory
 from serving_core.settings import EngineSettings
 from serving_core.sharding import Shard, rank_layout, shard_of
+from serving_core.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ class _Part:
         return {
             "--sequence-parallel-min-tokens": str(self.settings.sequence_parallel_min_tokens),
             "--enforce-eager": str(self.settings.enforce_eager),
-            "SplitServe's version": version("splitserve"),
+            "SplitServe's version": VERSION,
             "the number of KV blocks": str(num_blocks_for(self.settings, self.model_layout, self.tp_size)),
             "the longest request": str(self.max_model_len),
         }

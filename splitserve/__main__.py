@@ -3,6 +3,7 @@
 import os
 
 import serving_core.net.grpc_environment  # noqa: F401  # before gRPC
+from serving_core.process.extras import end_without_base
 from serving_core.process.interrupts import end_at_once, leave_to_system
 
 
@@ -16,6 +17,7 @@ def run() -> None:
 def run_command() -> None:
     """Run the command of sys.argv and exit with its code."""
     end_at_once()
+    end_without_base()
     from splitserve.cli import main
 
     try:

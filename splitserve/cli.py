@@ -10,6 +10,7 @@ import click
 from serving_core.errors import ModelError, SettingsError, SplitServeError
 from serving_core.process.interrupts import INTERRUPTED, raise_again
 from serving_core.renamed import rename_arguments, rename_role, rename_variables, warn
+from serving_core.version import VERSION
 from splitserve.commands.flag_hints import explained, hinted, hinted_command
 
 # Name: module and attribute of the click command, and the line that the overview shows. Without a module it is found by
@@ -108,6 +109,6 @@ class LazyGroup(click.Group):
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="splitserve")
+@click.version_option(VERSION)
 def main() -> None:
     """SplitServe: one language model served by prefill nodes and decode nodes."""

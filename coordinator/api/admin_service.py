@@ -1,7 +1,6 @@
 """Serve the gRPC calls that control answers for every API server: Admin, and the status methods of Inference."""
 
 import asyncio
-import importlib.metadata
 import logging
 import secrets
 import time
@@ -19,6 +18,7 @@ from protos import inference_pb2, inference_pb2_grpc
 from protos.convert import PROTOCOL_VERSION, shape_from_wire
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM, DEADLINE_EXCEEDED
+from serving_core.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class StatusService(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
 
     async def GetServerInfo(self, _request: Any, _context: Any) -> inference_pb2.GetServerInfoResponse:
         return inference_pb2.GetServerInfoResponse(
-            version=importlib.metadata.version("splitserve"),
+            version=VERSION,
             protocol_version=PROTOCOL_VERSION,
             uptime_s=time.monotonic() - self._start_s,
             instance_id=self._instance_id,

@@ -6,7 +6,6 @@ endpoint does not take in time are dropped, counted and logged; where too many s
 """
 
 import asyncio
-import importlib.metadata
 import logging
 import threading
 import time
@@ -26,6 +25,7 @@ from coordinator.control.request_log import CallRecord
 from coordinator.traces.carrier import Carrier
 from coordinator.traces.spans import SpanRecord, call_name, call_span
 from serving_core.net.backoff import Reminder
+from serving_core.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -171,5 +171,5 @@ class _Counting(SpanExporter):
 
 def _resource() -> Resource:
     """Return the resource attributes of this process; the environment may override them and add others."""
-    ours = Resource({"service.name": "splitserve", "service.version": importlib.metadata.version("splitserve")})
+    ours = Resource({"service.name": "splitserve", "service.version": VERSION})
     return Resource.create().merge(ours).merge(OTELResourceDetector().detect())

@@ -4,10 +4,18 @@ extras the rest.
 
 import functools
 import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Final, ParamSpec, TypeVar
 
 from serving_core.errors import SettingsError
+
+# Modules that the base installation brings, as pyproject.toml declares it.
+BASE_MODULES: Final = (
+    *("anyio", "click", "cryptography", "grpc", "grpc_health", "grpc_reflection", "grpc_status", "hpack", "httptools"),
+    *("httpx2", "huggingface_hub", "jinja2", "llguidance", "msgpack", "prometheus_client", "psutil", "pydantic"),
+    *("yaml", "rich", "starlette", "tokenizers", "tqdm", "uvicorn", "uvloop"),
+)
 
 # Modules that each extra of pyproject.toml brings, except for extras only for developers.
 MODULES: Final = {
@@ -25,16 +33,31 @@ R = TypeVar("R")
 
 
 class MissingExtra(SettingsError):
-    """An extra of the package is not installed."""
+    """Packages of the base installation or of an extra are not installed."""
 
 
 def require(*extras: str) -> None:
-    """Raise MissingExtra, which tells how to install them, unless these extras are installed. Imports nothing."""
-    for module in (module for extra in extras for module in MODULES[extra]):
-        if not is_installed(module):
-            raise MissingExtra(
-                f"this needs {module}, which is not installed: pip install 'splitserve[{','.join(extras)}]'"
-            )
+    """Check that the base installation and these extras are installed; import nothing. Raises MissingExtra, which names
+    every missing module and the command that installs it.
+    """
+    needed = [*BASE_MODULES, *(module for extra in extras for module in MODULES[extra])]
+    missing = [module for module in needed if not is_installed(module)]
+    if not missing:
+        return
+    what = f"'splitserve[{','.join(extras)}]'" if extras else "splitserve"
+    are = "which is" if len(missing) == 1 else "which are"
+    raise MissingExtra(f"this needs {', '.join(missing)}, {are} not installed: pip install {what}")
+
+
+def end_without_base() -> None:
+    """End the process with exit code 2 and the message of MissingExtra unless the base installation is complete. A main
+    module must call this before it imports other packages.
+    """
+    try:
+        require()
+    except MissingExtra as error:
+        sys.stderr.write(f"Error: {error}\n")
+        sys.exit(2)
 
 
 def is_installed(module: str) -> bool:

@@ -3,6 +3,7 @@
 `make test` runs SMOKE on the simulated device, `make test-nightly` all.
 """
 
+import warnings
 from shutil import which
 
 import pytest
@@ -26,6 +27,10 @@ def pytest_configure(config):
         from tests.simulated_cuda.simulate import simulate
 
         simulate()
+    if torch.cuda.is_available():
+        with warnings.catch_warnings():  # of its first call, which as an error would leave the mode of a test set
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose tests

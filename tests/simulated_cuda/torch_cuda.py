@@ -1,7 +1,9 @@
 """What takes the place of the same names in torch.cuda, beside streams: a device, and graphs that do again what was
 done."""
 
+import functools
 import os
+import warnings
 import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -73,8 +75,15 @@ def device(device):
     yield
 
 
+@functools.cache
+def _warn_of_prototype():
+    warnings.warn("the mode of synchronization is a prototype", UserWarning, stacklevel=3)
+
+
 def set_sync_debug_mode(mode):
+    """As in torch, the first call of a process warns, after the mode is set."""
     waiting.is_error = mode in ("error", 2)
+    _warn_of_prototype()
 
 
 graphs = weakref.WeakSet()

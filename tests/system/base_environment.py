@@ -1,4 +1,4 @@
-"""A virtual environment with what the base installation brings, out of what is installed here: no network needed."""
+"""A virtual environment with what an installation brings, out of what is installed here: no network needed."""
 
 import os
 import sysconfig
@@ -14,12 +14,14 @@ from packaging.utils import canonicalize_name
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
-def make_base_environment(folder: Path) -> str:
-    """The path of its interpreter."""
+def make_environment(folder: Path, *extras: str, has_splitserve: bool = True) -> str:
+    """The path of its interpreter. Without SplitServe it has what that requires, as beside a checkout."""
     venv.create(folder, symlinks=True)
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
-    dependencies = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
-    for installed in [distribution("splitserve"), *closure(dependencies)]:
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    of_extras = [each for extra in extras for each in project["optional-dependencies"][extra]]
+    ours = [distribution("splitserve")] if has_splitserve else []
+    for installed in [*ours, *closure([*project["dependencies"], *of_extras])]:
         for name in {file.parts[0] for file in installed.files or ()} - {os.pardir, "__pycache__"}:
             if not (site / name).exists():  # as `google`, which is of several
                 (site / name).symlink_to(str(installed.locate_file(name)))

@@ -5,19 +5,26 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
+from pathlib import Path
 
 import click
 import pytest
 
-from serving_core.process.extras import MODULES
+from serving_core.process.extras import BASE_MODULES, MODULES
+from serving_core.version import VERSION
 from splitserve.cli import main
 from tests.effort import few
 from tests.gguf_files import write_gguf
-from tests.system.base_environment import make_base_environment
+from tests.system.base_environment import make_environment
 from tests.system.cluster import Child, free_port, wait_until
-from tests.tiny_models import write_fake_model
+from tests.tiny_models import write_fake_model, write_tiny_llama
 
+ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240.0
+NO_NODE = (
+    "this needs torch, gguf, numpy, safetensors, xxhash, zmq, which are not installed: pip install 'splitserve[node]'\n"
+)
 IN_BASE = {
     "certs",
     "coordinator",
@@ -48,7 +55,7 @@ def leaves(group, path=()):
 
 @pytest.fixture(scope="module")
 def base_python(tmp_path_factory):
-    return make_base_environment(tmp_path_factory.mktemp("base"))
+    return make_environment(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
@@ -146,27 +153,27 @@ def test_pictures_are_refused_before_the_load(cluster, run):
 def test_what_needs_a_node_says_how_to_get_it(run, model, command):
     done = run("splitserve", *command.split(), model)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "Error: this needs torch, which is not installed: pip install 'splitserve[node]'\n"
+    assert done.stderr == f"Error: {NO_NODE}"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_so_does_a_node_that_is_started_without_the_command_line(run, model, role):
     done = run(f"{role}_node", model, "--name", "n0", "--log-level", "error")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "n0: this needs torch, which is not installed: pip install 'splitserve[node]'\n"
+    assert done.stderr == f"n0: {NO_NODE}"
 
 
 def test_so_does_a_coordinator_that_is_to_send_traces(run, model):
     done = run("coordinator", model, "--otlp-endpoint", "http://localhost:4317")
     assert (done.returncode, done.stdout) == (2, "")
-    missing = "this needs opentelemetry.exporter.otlp.proto.grpc, which is not installed"
+    missing = "this needs opentelemetry.exporter.otlp.proto.grpc, opentelemetry.sdk, which are not installed"
     assert done.stderr == f"coordinator: {missing}: pip install 'splitserve[otel]'\n"
 
 
 def test_the_demo_needs_a_node(run):
     done = run("splitserve", "demo")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "Error: this needs torch, which is not installed: pip install 'splitserve[node]'\n"
+    assert done.stderr == f"Error: {NO_NODE}"
 
 
 @pytest.mark.parametrize("kind", few(["folder", "gguf"]))
@@ -186,6 +193,39 @@ def test_the_command_starts_a_coordinator(base_python, model, tmp_path, kind):
     )
     try:
         wait_until(lambda: "clients may dial" in child.output() or not child.is_running, "it listens", DEADLINE_S)
+        assert child.stop() == 0, child.output()
+    finally:
+        child.kill()
+
+
+@pytest.mark.parametrize("module", ["splitserve", "splitserve_bench", "coordinator", "prefill_node", "serving_node"])
+def test_without_any_package_one_sentence_names_them(module):
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", module], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr == f"Error: this needs {', '.join(BASE_MODULES)}, which are not installed: pip install splitserve\n"
+    )
+
+
+def test_a_checkout_that_is_not_installed_serves(tmp_path):
+    python = make_environment(tmp_path / "environment", "node", has_splitserve=False)
+    port = free_port()
+    child = Child(
+        "up",
+        "splitserve",
+        "up",
+        str(write_tiny_llama(tmp_path / "model")),
+        flags={"grpc_port": free_port(), "http_port": port, "num_kv_blocks": 64, "device": "cpu"},
+        log=tmp_path / "log",
+        env={"PYTHONPATH": ROOT, "XDG_CACHE_HOME": tmp_path},
+        python=python,
+    )
+    try:
+        wait_until(lambda: "Ready" in child.output() or not child.is_running, "it serves", DEADLINE_S)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/version", timeout=DEADLINE_S) as answer:
+            assert json.load(answer) == {"version": VERSION}
         assert child.stop() == 0, child.output()
     finally:
         child.kill()

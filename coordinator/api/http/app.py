@@ -1,7 +1,6 @@
 """Define the endpoints of the OpenAI-compatible API as an ASGI application."""
 
 import asyncio
-import importlib.metadata
 import json
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
@@ -73,6 +72,7 @@ from protos.inference_pb2 import ChatInput, EmbedRequest, GenerateRequest
 from serving_core.errors import RequestError
 from serving_core.process.telemetry import CURRENT_REQUEST
 from serving_core.reasons import MODEL_NOT_FOUND
+from serving_core.version import VERSION
 
 B = TypeVar("B", bound=RequestModel)
 Q = TypeVar("Q", bound=Generating)
@@ -248,7 +248,7 @@ class Endpoints:
 
     async def version(self, _: Request) -> Response:
         """Return the server's version."""
-        return JSONResponse({"version": importlib.metadata.version("splitserve")})
+        return JSONResponse({"version": VERSION})
 
     async def metrics(self, _: Request) -> Response:
         """Return the metrics for Prometheus."""

@@ -1,6 +1,5 @@
 """Describe the HTTP API by its routes and request models: an OpenAPI document, and a page for people."""
 
-import importlib.metadata
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
@@ -11,6 +10,7 @@ from starlette.routing import Route
 
 from coordinator.api.http.field_types import RequestModel
 from coordinator.api.http.request_models import ENDPOINTS, MessagesRequest
+from serving_core.version import VERSION
 
 _BODIES: Final[dict[str, type[RequestModel]]] = {**ENDPOINTS, "/v1/messages/count_tokens": MessagesRequest}
 _PLACE: Final = "#/components/schemas/"
@@ -28,7 +28,7 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
     )
     return {
         "openapi": "3.1.0",
-        "info": {"title": "SplitServe", "version": importlib.metadata.version("splitserve")},
+        "info": {"title": "SplitServe", "version": VERSION},
         "paths": {route.path_format: dict(_operations(route)) for route in routes},
         "components": {"schemas": schemas["$defs"]},
     }

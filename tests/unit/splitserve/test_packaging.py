@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from serving_core.process.extras import MODULES
+from serving_core.process.extras import BASE_MODULES, MODULES
 
 ROOT = Path(__file__).parents[3]
 PYPROJECT = ROOT / "pyproject.toml"
@@ -100,6 +100,13 @@ def test_what_is_looked_for_is_what_the_extra_brings(extra):
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     declared = {canonicalize_name(Requirement(each).name) for each in project["optional-dependencies"][extra]}
     assert {name for module in MODULES[extra] for name in _owners(module)} == declared
+
+
+def test_what_the_base_installation_needs_is_what_it_brings():
+    declared = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
+    assert {name for module in BASE_MODULES for name in _owners(module)} == {
+        canonicalize_name(Requirement(each).name) for each in declared
+    }
 
 
 def _owners(module):
