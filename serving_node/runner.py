@@ -320,7 +320,7 @@ class NodeRunner:
 
 def _log_modes(settings: NodeSettings, engine: Engine) -> None:
     if settings.speculation != OFF and not engine.is_batch_invariant:
-        logger.warning("--speculation does nothing here: the bits of answers depend on the batch (docs/bits.md)")
+        logger.warning("--speculation does nothing here: the bits of answers depend on the batch (docs/design/bits.md)")
     if (min_tokens := settings.engine.sequence_parallel_min_tokens) and settings.engine.tensor_parallel_size > 1:
         logger.info("sequence parallelism: the ranks divide steps with prompts from %d tokens on", min_tokens)
 

@@ -1,4 +1,4 @@
-"""The tables of docs/api.md: `python -m tests.api_table` writes them anew.
+"""The tables of docs/reference/api.md: `python -m tests.api_table` writes them anew.
 
 Services and messages are those of protos/inference.proto with its comments, routes those of the application, statuses
 those that the API servers give each reason. What only people can say of a route or a reason stands here.
@@ -29,7 +29,7 @@ from serving_core import reasons
 from serving_core.errors import RequestError
 from tests.doc_table import DOCS, page_with
 
-PAGE: Final = DOCS / "api.md"
+PAGE: Final = DOCS / "reference" / "api.md"
 PROTO: Final = "protos/inference.proto"
 PACKAGE: Final = ".splitserve.v1."
 SERVICES, MESSAGES, ENUMS = 6, 4, 5  # fields of FileDescriptorProto, as its paths have them
@@ -41,10 +41,10 @@ ABOUT_ROUTES: Final = {
     "/v1/completions": "OpenAI's completions, streamed or whole",
     "/v1/chat/completions": "OpenAI's chat completions, streamed or whole",
     "/v1/chat/completions/batch": "one answer to each of up to 256 conversations",
-    "/v1/responses": "OpenAI's responses ([what of it](asking.md#other-apis))",
-    "/v1/messages": "Anthropic's messages ([what of it](asking.md#other-apis))",
+    "/v1/responses": "OpenAI's responses ([what of it](../guides/asking.md#other-apis))",
+    "/v1/messages": "Anthropic's messages ([what of it](../guides/asking.md#other-apis))",
     "/v1/messages/count_tokens": "how many tokens such a call would have: `input_tokens`",
-    "/v1/embeddings": "OpenAI's embeddings, of a [model that makes some](asking.md#embeddings)",
+    "/v1/embeddings": "OpenAI's embeddings, of a [model that makes some](../guides/asking.md#embeddings)",
     "/tokenize": "the tokens of a prompt or a conversation: `count`, `max_model_len`, `tokens`, `token_strs`",
     "/detokenize": "the text of tokens: `prompt`",
     "/tokenizer_info": "the tokenizer's configuration, as the model's folder has it",
@@ -58,7 +58,7 @@ ABOUT_ROUTES: Final = {
     "/docs": "the same as a page",
     "/metrics": "[metrics](metrics.md) for Prometheus",
     "/": "leads a browser, which asks for HTML, to the page; 404 for all others",
-    "/ui": "[the page](watching.md#live-in-a-browser)",
+    "/ui": "[the page](../guides/watching.md#live-in-a-browser)",
     "/ui/page.css": "a part of it",
     "/ui/page.js": "a part of it",
     "/ui/overview": "what it shows, an `Overview` as JSON; `?after=N` as in `GetOverviewRequest`",

@@ -1,5 +1,5 @@
 """The suite canitoolcall against the readers of calls and thoughts: `python -m tests.call_conformance` writes the table
-of docs/tool-calls.md."""
+of docs/guides/tool-calls.md."""
 
 import random
 from collections import Counter
@@ -43,7 +43,7 @@ PARSERS = {  # --tool-call-parser and --reasoning-parser by variant of a model
 }
 OTHERS = {"mistral": ("mistral", "none")}  # by family
 CUTS = 5
-PAGE = DOCS / "tool-calls.md"
+PAGE = DOCS / "guides" / "tool-calls.md"
 
 
 def parse(fixture: Fixture, pieces: list[str], form: AnswerFormat, prompt_end: str) -> ParseResult:

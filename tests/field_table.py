@@ -1,4 +1,4 @@
-"""The table of fields in docs/fields.md: `python -m tests.field_table` writes it anew."""
+"""The table of fields in docs/reference/fields.md: `python -m tests.field_table` writes it anew."""
 
 from collections import defaultdict
 from typing import Final
@@ -7,7 +7,7 @@ from coordinator.api.http.openapi import field_rows
 from coordinator.api.http.request_models import ENDPOINTS
 from tests.doc_table import DOCS, page_with
 
-PAGE: Final = DOCS / "fields.md"
+PAGE: Final = DOCS / "reference" / "fields.md"
 SHORT: Final = {"/v1/chat/completions": "chat"}
 
 

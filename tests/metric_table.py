@@ -1,4 +1,4 @@
-"""The tables of metrics in docs/metrics.md: `python -m tests.metric_table` writes them anew.
+"""The tables of metrics in docs/reference/metrics.md: `python -m tests.metric_table` writes them anew.
 
 Their rows are what a coordinator and a node tell, once there has been something to tell of everything.
 """
@@ -24,7 +24,7 @@ from tests import fleet_events as events
 from tests.doc_table import DOCS, page_with
 from tests.unit.coordinator.scheduler_kit import World
 
-PAGE: Final = DOCS / "metrics.md"
+PAGE: Final = DOCS / "reference" / "metrics.md"
 OF_PROCESS: Final = "process_"
 OF_SAMPLES: Final = ("le",)  # labels that every histogram has
 

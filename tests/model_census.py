@@ -1,7 +1,7 @@
 """Try every type of decoder that transformers knows: a small random model of each, answers against its `generate`.
 
 `python -m tests.model_census [TYPE ...]` tries them all in some minutes and prints each result; without types it writes
-the table of docs/model-types.md anew. A nightly test compares the rows with what it finds.
+the table of docs/reference/model-types.md anew. A nightly test compares the rows with what it finds.
 """
 
 import copy
@@ -14,7 +14,7 @@ from tests.doc_table import DOCS, page_with
 from tests.tiny_models import BOS, EOS, VOCAB_SIZE, write_tokenizer
 from tests.transformers_models import NUM_TOKENS, PROMPTS, generated
 
-PAGE: Final = DOCS / "model-types.md"
+PAGE: Final = DOCS / "reference" / "model-types.md"
 MOST_PARAMETERS: Final = 30_000_000
 NOT_MADE: Final = "not tried: no small model of it can be made"
 SPREAD: Final = 0.15  # of weights

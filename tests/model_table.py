@@ -1,4 +1,4 @@
-"""The table of architectures in docs/models.md: `python -m tests.model_table` writes it anew.
+"""The table of architectures in docs/guides/models.md: `python -m tests.model_table` writes it anew.
 
 Its rows are those that tests try: answers against transformers' `generate` on one rank, on two and in two stages, and
 through a split cluster; and refusals word for word.
@@ -10,7 +10,7 @@ from serving_core.model_files.config import MODEL_TYPES
 from tests.doc_table import DOCS, page_with
 from tests.transformers_models import FAMILIES, HEAD_ALONE, REFUSED, SEQUENCES, WITHOUT_PLAN, architecture_of
 
-PAGE: Final = DOCS / "models.md"
+PAGE: Final = DOCS / "guides" / "models.md"
 
 
 def table() -> str:

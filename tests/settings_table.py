@@ -1,4 +1,4 @@
-"""The tables of docs/configuration.md and docs/commands.md: `python -m tests.settings_table` writes both anew.
+"""The tables of docs/reference/configuration.md and commands.md: `python -m tests.settings_table` writes both anew.
 
 The first page has what the processes that serve can be told, out of their settings; the second the flags of all other
 commands, as click has them.
@@ -20,8 +20,8 @@ from splitserve.cli import COMMANDS, main
 from splitserve.launch.cluster import ClusterSettings
 from tests.doc_table import DOCS, page_with
 
-SETTINGS_PAGE: Final = DOCS / "configuration.md"
-COMMANDS_PAGE: Final = DOCS / "commands.md"
+SETTINGS_PAGE: Final = DOCS / "reference" / "configuration.md"
+COMMANDS_PAGE: Final = DOCS / "reference" / "commands.md"
 MODULE: Final = "tests.settings_table"
 COORDINATOR: Final = "coordinator"
 API_SERVER: Final = "api-server"

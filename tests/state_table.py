@@ -1,4 +1,4 @@
-"""The state machines of a request in docs/architecture.md, drawn from their tables by `python -m tests.state_table`."""
+"""The state machines of a request in docs/design/architecture.md: `python -m tests.state_table` draws them anew."""
 
 from typing import Final
 
@@ -8,7 +8,7 @@ from serving_core.node import requests as node_requests
 from serving_core.node.requests import RequestState
 from tests.doc_table import DOCS, text_with
 
-PAGE: Final = DOCS / "architecture.md"
+PAGE: Final = DOCS / "design" / "architecture.md"
 
 
 def arcs() -> dict[tuple[State, State], list[str]]:

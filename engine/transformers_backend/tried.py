@@ -1,4 +1,4 @@
-"""List the architectures whose outputs tests compare with transformers' `generate` (docs/models.md)."""
+"""List the architectures whose outputs tests compare with transformers' `generate` (docs/guides/models.md)."""
 
 from typing import Final
 

@@ -1,7 +1,7 @@
 """Track the requests on one node and their states. Pure; prefill and decode of a node work on them.
 
-`TRANSITIONS` is the state machine of a request; docs/architecture.md draws it. A request leaves a node in any state:
-when its output is complete or its KV is sent, when it fails, and when the coordinator cancels it.
+`TRANSITIONS` is the state machine of a request; docs/design/architecture.md draws it. A request leaves a node in any
+state: when its output is complete or its KV is sent, when it fails, and when the coordinator cancels it.
 """
 
 from bisect import insort

@@ -34,7 +34,7 @@ def tile_tokens(settings: NodeSettings, engine: Engine) -> int:
     if not engine.holds_remote_kv:
         raise SettingsError(
             "--distributed-kv is for one rank of one stage that computes all with the compiled kernels, "
-            "without windows, in blocks that divide 256 tokens (docs/limits.md)"
+            "without windows, in blocks that divide 256 tokens (docs/reference/limits.md)"
         )
     return TILE_KEYS
 

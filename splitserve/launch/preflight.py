@@ -44,7 +44,7 @@ CUDA_DRIVER: Final = "libcuda.so.1"
 CUDA_DEVICES: Final = Path("/proc/driver/nvidia/gpus")  # one entry for each device
 NO_KERNELS: Final = (
     "There are no compiled kernels (set-up makes them where it finds a C compiler): PyTorch computes everything, "
-    "and a token of a single answer takes about 3 times as long"  # docs/benchmarks.md
+    "and a token of a single answer takes about 3 times as long"  # docs/results/benchmarks.md
 )
 
 

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).parents[2]
 README: Final = ROOT / "README.md"
-DOCS: Final = tuple(sorted((ROOT / "docs").glob("*.md")))
+DOCS: Final = tuple(sorted((ROOT / "docs").rglob("*.md")))
 PAGES: Final = (README, ROOT / "CONTRIBUTING.md", *DOCS)
 SHELL: Final = ("sh", "bash", "shell", "console")
 

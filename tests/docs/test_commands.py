@@ -70,7 +70,9 @@ def test_every_line_has_a_command():
 
 
 def test_the_example_of_a_file_is_read(tmp_path):
-    [block] = [block for block in blocks_of(ROOT / "docs" / "configuration.md") if block.language == "yaml"]
+    [block] = [
+        block for block in blocks_of(ROOT / "docs" / "reference" / "configuration.md") if block.language == "yaml"
+    ]
     (tmp_path / "cluster.yaml").write_text(block.text)
     assert len(read_yaml(tmp_path / "cluster.yaml", up)) == len(yaml.safe_load(block.text)) > 0
 

@@ -9,7 +9,7 @@ from tests import metric_table
 from tests.docs.pages import PAGES, ROOT, prose_of
 from tests.docs.sentences import is_said, sentences
 
-TROUBLESHOOTING, OPERATIONS = (ROOT / "docs" / f"{name}.md" for name in ("troubleshooting", "operations"))
+TROUBLESHOOTING, OPERATIONS = (ROOT / "docs" / "guides" / f"{name}.md" for name in ("troubleshooting", "operations"))
 CODE = re.compile(r"`([^`]+)`")
 LEAST_WORDS = 3
 OTHER_NAMES = ("splitserve_bench",)  # that begin as metrics do

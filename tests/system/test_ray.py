@@ -1,4 +1,4 @@
-"""`splitserve up --ray`, as docs/ray.md has it, on a real Ray cluster whose hosts are logical ones on this machine.
+"""`splitserve up --ray`, as docs/guides/ray.md has it, on a real Ray cluster whose hosts are logical ones here.
 
 A host that is removed, an actor that is killed, a rank that is killed and an `up` that is killed: streams go on where
 there is someone to go on with them, what was lost is back, and no process is left.
@@ -32,7 +32,9 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-[COMMAND] = re.findall(r"^splitserve up MODEL --ray (.*)$", (ROOT / "docs" / "ray.md").read_text(), re.MULTILINE)
+[COMMAND] = re.findall(
+    r"^splitserve up MODEL --ray (.*)$", (ROOT / "docs" / "guides" / "ray.md").read_text(), re.MULTILINE
+)
 NODES = ("prefill-0", "decode-0", "decode-1")
 NUM_RANKS = {"prefill-0": 1, "decode-0": 2, "decode-1": 2}
 NUM_HOSTS, CPUS_OF_EACH = 3, 3  # two of them have room for all five ranks
@@ -102,7 +104,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def up(ray_hosts, model, tmp_path):
-    """`splitserve up` as docs/ray.md has it, ready."""
+    """`splitserve up` as docs/guides/ray.md has it, ready."""
     flags = ["--ray", ray_hosts.address, *shlex.split(COMMAND, comments=True), "--log-dir", "logs"]
     # One node reads, and a busy machine takes its time to start it again, to notice what is gone, to hear of the nodes.
     flags += ["--node-wait-s", "240", "--max-restarts", "10", "--node-timeout-s", "15"]

@@ -1,5 +1,5 @@
-"""Takes the pictures of docs/watching.md: the demo model on this machine under some load, while a node is drained and
-takes answers again.
+"""Takes the pictures of docs/guides/watching.md: the demo model on this machine under some load, while a node is
+drained and takes answers again.
 
     .venv/bin/python -m tests.system.ui_pictures
 """

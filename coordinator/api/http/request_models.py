@@ -1,9 +1,9 @@
 """Declare the requests of the HTTP API: each field of OpenAI, Anthropic and vLLM, and the structured-output fields of
 SGLang and llama.cpp, with its type, bounds, default and meaning.
 
-The API validates by these declarations, and docs/fields.md, /openapi.json and /docs come from them. An unsupported
-field that would change the output is `Refused`; a field that cannot change it is `Ignored`. A field that is not
-declared is unknown: the client gets a warning or an error (coordinator/api/unknown_fields.py).
+The API validates by these declarations, and docs/reference/fields.md, /openapi.json and /docs come from them. An
+unsupported field that would change the output is `Refused`; a field that cannot change it is `Ignored`. A field that is
+not declared is unknown: the client gets a warning or an error (coordinator/api/unknown_fields.py).
 
 Values that depend on the model or the fleet are checked where the gRPC API checks them (coordinator/api/validation.py),
 which also fills in the sampling defaults of the model's folder (coordinator/served_model.py). The bounds of sampling

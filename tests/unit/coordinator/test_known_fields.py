@@ -1,4 +1,4 @@
-"""The request models against the types of OpenAI's client, vLLM's lists, and docs/fields.md."""
+"""The request models against the types of OpenAI's client, vLLM's lists, and docs/reference/fields.md."""
 
 import functools
 import json

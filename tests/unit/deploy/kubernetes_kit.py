@@ -11,7 +11,7 @@ from splitserve.launch.cluster import ROOMS, flat
 from tests.tls_kit import authority
 from tests.unit.deploy.kustomize_kit import ROOT, render
 
-PAGE = (ROOT.parents[1] / "docs" / "kubernetes.md").read_text()
+PAGE = (ROOT.parents[1] / "docs" / "guides" / "kubernetes.md").read_text()
 IMAGE = "splitserve"
 MODEL = "/models/m"
 VARIABLE = re.compile(r"\$\((\w+)\)")

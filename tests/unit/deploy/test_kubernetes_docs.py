@@ -1,4 +1,4 @@
-"""docs/kubernetes.md says what there is."""
+"""docs/guides/kubernetes.md says what there is."""
 
 import re
 
