@@ -49,10 +49,10 @@ MOST_TOLD_CHARS: Final = 64  # characters of one fact that ranks compare
 
 
 def build_engine(settings: EngineSettings, group: RankGroup | None = None, num_kept_bytes: int = 0) -> Engine:
-    """Load the model and allocate the KV pool; without a group, as the only rank. Call on all ranks of a group.
+    """Load the model that the settings name, allocate the KV pool, choose the kernels, and return this rank's engine.
 
-    A pool that takes the rest of a device's memory leaves `num_kept_bytes` free. Raises ModelError or SettingsError
-    with one sentence if that fails.
+    Without a group, this process is the only rank; otherwise call on all ranks. A pool that takes the rest of a
+    device's memory leaves `num_kept_bytes` free. Raises ModelError or SettingsError with one sentence if that fails.
     """
     if not settings.model:
         raise SettingsError("no model folder was given")
@@ -258,9 +258,9 @@ def _make_pool(part: _Part, num_kept_bytes: int) -> tuple[PagedKVPool, int]:
 
 
 def num_scratch_blocks(settings: EngineSettings, device: torch.device) -> int:
-    """Return the scratch blocks that a decode program needs in the pool behind the requests' blocks.
+    """Return how many scratch blocks the pool needs behind the requests' blocks: 1 for CUDA graphs, else 0.
 
-    CUDA graphs need one. With several stages there are no graphs, since stages wait for each other on the host.
+    With several stages there are no graphs, since stages wait for each other on the host.
     """
     has_graphs = device.type == "cuda" and settings.pipeline_parallel_size == 1 and not settings.enforce_eager
     return int(has_graphs)

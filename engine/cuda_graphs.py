@@ -1,5 +1,4 @@
-"""Run decode steps as CUDA graphs: the kernels of all layers and the head are launched at once instead of one by one
-from Python.
+"""Run decode steps as CUDA graphs: the kernels of all layers and the head are launched at once instead of one by one.
 
 A graph replays one shape at fixed addresses. So a batch is copied into persistent buffers, and padded to the next size
 with a graph. A padding row is a request of one token in a scratch block, the pool's last block, which no request owns;
@@ -43,13 +42,14 @@ Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class StaticDecode:
-    """Decode steps with one token per request, at fixed sizes and addresses. Run in inference mode."""
+    """Computes decode steps of one token per request at fixed sizes and addresses. Run in inference mode."""
 
     def __init__(
         self, decoder: LlamaDecoder, attention: Attention, num_blocks: int, max_model_len: int, capture: Capture
     ) -> None:
-        """Capture all sizes. Requests own the first num_blocks blocks of the pool, which has one more, the only one
-        written here. Create on all ranks.
+        """Capture all sizes. Call on all ranks.
+
+        Requests own the first num_blocks blocks of the pool, which has one more, the only one written here.
         """
         assert attention.pool.num_blocks == num_blocks + 1
         block_size = attention.pool.layout.block_size
@@ -77,7 +77,11 @@ class StaticDecode:
             raise
 
     def plan(self, batch: ForwardBatch) -> int | None:
-        """Return the size that computes a decode step without adapters, with all rows wanted, that fits the buffers."""
+        """Return the captured size (in rows) that computes this batch; None if none does.
+
+        The batch must be a decode step of one token per request, without adapters, with all logits wanted, that fits
+        the buffers.
+        """
         num_rows = len(batch.token_ids)
         fits = (
             not batch.adapted_rows
@@ -87,8 +91,10 @@ class StaticDecode:
         return next(size for size in self.sizes if size >= num_rows) if fits else None
 
     def run(self, batch: ForwardBatch, plan: int, on_taken: Callable[[], None]) -> Logits | None:
-        """Compute the batch with the graph of size `plan`; return the logits [B, vocab_size] on rank 0, valid until the
-        next run.
+        """Compute the batch with the graph of size `plan`; return its logits [B, vocab_size] on rank 0.
+
+        Other ranks return None. The logits are valid until the next run. Calls `on_taken` when the batch is in the
+        buffers.
         """
         num_rows = len(batch.token_ids)
         self._fill(batch, num_rows)
@@ -97,7 +103,7 @@ class StaticDecode:
         return None if self._logits is None else Logits(self._logits[:num_rows])
 
     def close(self) -> None:
-        """Release the graphs."""
+        """Release the graphs; the object cannot run afterwards."""
         self._replays.clear()
 
     def _fill(self, batch: ForwardBatch, num_rows: int) -> None:
@@ -150,17 +156,17 @@ def _first_rows(batch: ForwardBatch, num_rows: int) -> ForwardBatch:
 
 
 def sizes_for(num_blocks: int) -> tuple[int, ...]:
-    """Return the SIZES to which batches may be padded if every request has a block of its own."""
+    """Return the numbers of rows, from SIZES, to capture if every request has at least one of num_blocks blocks."""
     largest = next((size for size in SIZES if size >= num_blocks), SIZES[-1])
     return tuple(size for size in SIZES if size <= largest)
 
 
 class CannotCapture(RuntimeError):
-    """The computation cannot be captured, on all ranks alike."""
+    """The computation cannot be captured as a CUDA graph; raised on all ranks alike."""
 
 
 class CudaCapture:
-    """Captures graphs that share their memory, and so must run one at a time."""
+    """Captures CUDA graphs of one device. They share their memory, and so must run one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -168,8 +174,9 @@ class CudaCapture:
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Capture the function and return its replay. Raises CannotCapture if a graph cannot hold what the function
-        does.
+        """Capture what the function launches; return a function that replays it.
+
+        Raises CannotCapture if a graph cannot hold what the function does.
         """
         # Restores the outer stream even if a failed capture has left its own as the current one.
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
@@ -197,10 +204,11 @@ def checked_decode(
     group: RankGroup,
     tolerance: float = TOLERANCE,
 ) -> StaticDecode | None:
-    """Return a StaticDecode whose sizes all agree with the decoder; else None on all ranks, and log the reason.
+    """Return a StaticDecode whose logits agree with the decoder's at all sizes, or None on all ranks.
 
-    Call before the pool holds data. Raises RankLost if one of several ranks fails in a common computation, since the
-    others cannot know.
+    The reason of None is logged. `capture` makes a graph of a function; `tolerance` is the largest difference, as a
+    share of the largest logit. Call before the pool holds data. Raises RankLost if one of several ranks fails in a
+    common computation, since the others cannot know.
     """
 
     def together(function: Callable[[], None]) -> Callable[[], None]:  # runs on all ranks before the capture
@@ -271,8 +279,11 @@ def cuda_graphs(
     *,
     exact: bool,
 ) -> StaticDecode | None:
-    """Return checked_decode with graphs of the pool's CUDA device; None also if any rank's backend plans on the
-    host.
+    """Return a decode program of CUDA graphs on the pool's device, or None on all ranks, with the reason logged.
+
+    It is None if the capture fails, if the logits differ too much, or if any rank's attention backend plans on the
+    host. `exact`: logits must equal the decoder's to the bit; otherwise a tolerance applies. `num_blocks` and
+    `max_model_len` are those of StaticDecode. Raises RankLost as checked_decode does.
     """
     is_unfit = isinstance(attention, PortableAttention | TiledAttention)
     if any(group.exchange(b"unfit" if is_unfit else b"")):

@@ -16,16 +16,20 @@ ALL_WANTED_TOKENS: Final = 2  # tokens of a share, up to which computing all log
 
 
 class Drafter:
-    """A draft model, which computes what decode_node/speculation.py plans, for all sequences in one batch. Call from
-    the thread that computes steps, between two steps.
+    """Runs a draft model: computes the draft tokens that decode_node/speculation.py plans, all sequences in one batch.
+
+    Call it from the thread that computes steps, between two steps.
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Wrap an engine of one rank with a pool of its own."""
+        """Wrap the engine of the draft model, which has one rank and a KV pool of its own."""
         self.engine: Final = engine
 
     def measure_step_s(self) -> float:
-        """Return the seconds of a step of one token of one sequence. Call before the pool holds data."""
+        """Return the median seconds of a draft model's step for one token of one sequence, over MEASURED_STEPS steps.
+
+        Writes to block 0, so call it before the pool holds data.
+        """
         taken_s, work = [], DraftWork(Share([0], 0, [0], samples=True), 1)
         for _ in range(MEASURED_STEPS):
             started_at = time.perf_counter()
@@ -34,7 +38,11 @@ class Drafter:
         return statistics.median(taken_s)
 
     def propose(self, works: Sequence[DraftWork]) -> list[list[int]]:
-        """Return the draft tokens of each work, in order: greedy continuations."""
+        """Compute each work in the draft model's pool; return the greedy draft tokens of each, in order.
+
+        A work gets num_draft_tokens of them, which follow the tokens of its share. Without any, only the KV of its
+        tokens is computed, and its list is empty.
+        """
         if chunks := [work.share for work in works if not work.num_draft_tokens]:
             self.engine.likeliest(chunks)
         written: list[list[int]] = [[] for _ in works]

@@ -46,8 +46,9 @@ BETWEEN: Final = (PLAN, BUILD, SAMPLE, AFTER, SEND, THREADS)
 
 
 class StepClock:
-    """Total seconds of each part of a step. Parts do not overlap, in whatever thread they run, and sum to the time from
-    the start to the last lap.
+    """Adds up the seconds that each part of a step takes; `seconds` has them by part.
+
+    Parts do not overlap, in whatever thread they run, and sum to the time from the start to the last lap.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -56,7 +57,7 @@ class StepClock:
         self._last_s = now()
 
     def lap(self, part: str) -> None:
-        """Count the time since the last lap as this part."""
+        """Add the time since the previous call to the total of `part`, one of PARTS."""
         now_s = self._now()
         self.seconds[part] += now_s - self._last_s
         self._last_s = now_s
@@ -86,24 +87,24 @@ class DecodeProgram(Protocol):
     """
 
     def plan(self, batch: ForwardBatch) -> Any | None:
-        """Return the part of `run` that can be prepared; None if the program does not compute such batches.
+        """Prepare what `run` needs for this batch; return None if the program does not compute such batches.
 
         The batch's tokens may be unknown, and another batch may run meanwhile.
         """
 
     def run(self, batch: ForwardBatch, plan: Any, on_taken: Callable[[], None]) -> Logits | None:
-        """Compute a batch of which `plan` is the plan, and write its keys and values into the pool.
+        """Compute a batch, given what `plan` returned for it, and write its keys and values into the pool.
 
         Returns the logits [S, vocab_size] on rank 0, valid until the next run, and None on the others. Calls `on_taken`
         when the kernels have their inputs and are about to begin.
         """
 
     def close(self) -> None:
-        """Release resources that closing a group of ranks would wait for. The program cannot run afterwards."""
+        """Release what would block the closing of a group of ranks. The program cannot run afterwards."""
 
 
 class PreparedStep(NamedTuple):
-    """The batch of a step whose tokens are not all known, and the decode program's plan for it, if any."""
+    """The batch of a step whose tokens are not all known, with what a decode program prepared for it, if any."""
 
     shares: list[Share]
     batch: ForwardBatch
@@ -148,11 +149,12 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, works: Sequence[Work], on_layer: OnLayer | None = None) -> list[SampledToken]:
-        """Compute the scheduled requests on rank 0 and return the sampled tokens, in order.
+        """Compute the scheduled tokens of each request on rank 0, and return the sampled tokens in order.
 
         Returns one token for each request that samples, and one more for each accepted draft token (see Work.take); an
-        embedder returns an embedding. Modifies only the scores and the pooled state of the requests. Draft tokens
-        require an engine that is `is_batch_invariant`.
+        embedder returns an embedding. `on_layer` is called with the number of leading layers whose KV is in the pool.
+        Modifies only the scores, the pooled state and the error of remote KV of the requests. Draft tokens require an
+        engine that is `is_batch_invariant`.
         """
         assert self.group.rank == LEADER, "the other ranks follow"
         self.clock.lap(THREADS)
@@ -170,17 +172,19 @@ class Engine:
         return tokens
 
     def follow(self, shares: Sequence[Share], on_layer: OnLayer | None = None) -> None:
-        """Compute, on another rank, the step that rank 0 computes."""
+        """Compute this rank's part of the step that rank 0 computes; not for rank 0.
+
+        `on_layer` is called as in `step`.
+        """
         assert self.group.rank != LEADER, "rank 0 leads"
         with torch.inference_mode(), self.stream.step(on_layer) as layers:
             self._logits(shares, layers.on_queued)
 
     @torch.inference_mode()
     def likeliest(self, shares: Sequence[Share]) -> list[int]:
-        """Compute the shares and return the likeliest next token of each share that samples, from the model's raw
-        logits.
+        """Compute the scheduled tokens of each request; return the likeliest next token of each that samples.
 
-        Each share must sample or want no logits. Requires a single rank.
+        The model's raw logits decide. A request that does not sample must want no logits. Requires a single rank.
         """
         logits = self._logits(shares, None)
         assert logits is not None, "it has one rank"
@@ -194,12 +198,12 @@ class Engine:
 
     @property
     def can_schedule_async(self) -> bool:
-        """Return whether `prepare` and `step_prepared` may be called."""
+        """Return whether `prepare` and `step_prepared` may be called: on a single rank, for a model that generates."""
         return self.group.size == 1 and self.config.embedder is None
 
     @torch.inference_mode()
     def prepare(self, works: Sequence[Work]) -> PreparedStep:
-        """Build the batch of a step whose requests each lack one token that is not yet known.
+        """Build the batch of a decode step in which each request's one token is not known yet.
 
         May run beside a running step, from one thread at a time.
         """
@@ -302,7 +306,7 @@ class Engine:
     # ---- distributed KV ----
 
     def partial_attention(self) -> PartialAttention:
-        """Return partial attention over this node's pool for requests of other nodes.
+        """Return an object that computes partial attention over this node's pool for requests of other nodes.
 
         It may run beside the steps of this engine. Requires `holds_remote_kv`.
         """
@@ -343,10 +347,9 @@ class Engine:
     # ---- before the first step, and after the last ----
 
     def warm_up(self) -> float:
-        """Pay the costs of first calls. Call on all ranks, before the pool holds data.
+        """Compute trial steps, which pay the costs of first calls; return the measured prompt tokens per second.
 
-        Returns, on rank 0, the measured prefill rate in prompt tokens per second. Raises ModelError on rank 0 if the
-        logits are not finite.
+        Call on all ranks, before the pool holds data. Raises ModelError on rank 0 if the logits are not finite.
         """
         num_tokens = min(WARM_UP_TOKENS, self.max_model_len, self.num_blocks * self.layout.block_size)
         request = Request("warm-up", 0, [0] * num_tokens, num_tokens, SamplingParams(max_tokens=1, temperature=0))
@@ -366,8 +369,9 @@ class Engine:
         return num_tokens / max(time.perf_counter() - started_at, MIN_MEASURED_S)
 
     def close(self) -> None:
-        """Release the decode program. Call before the group is closed: NCCL waits for all CUDA graphs that use the
-        group.
+        """Release the decode program; the engine can still compute, module after module.
+
+        Call before the group is closed: NCCL waits for all CUDA graphs that use the group.
         """
         if self.program is not None:
             self.program.close()
@@ -375,7 +379,7 @@ class Engine:
 
     @property
     def layout(self) -> KVLayout:
-        """Return this rank's layout."""
+        """Return the layout of this rank's KV; `model_layout` is that of all ranks together."""
         return self.pool.layout
 
     @property
@@ -388,10 +392,10 @@ class Engine:
 
     @property
     def num_divided_passes(self) -> int:
-        """Return the number of passes through the layers that used sequence parallelism."""
+        """Return how often a batch passed through the layers with sequence parallelism."""
         return self.model.num_divided_passes
 
     @property
     def numerics(self) -> bytes:
-        """Return the 8 bytes that stand for `numerics_facts` in a block's numerics id."""
+        """Return an 8-byte digest of `numerics_facts`, a part of the numerics id of blocks."""
         return numerics_of(self.numerics_facts)

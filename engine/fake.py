@@ -32,7 +32,7 @@ EXACT_INTEGERS: Final = 2**24  # float32 represents the integers up to here
 
 
 class FakeModel:
-    """The model of this module's docstring, in place of a decoder."""
+    """The fake model, used instead of a decoder; the module's docstring gives the formula of its outputs."""
 
     num_divided_passes = 0
 
@@ -48,8 +48,9 @@ class FakeModel:
     def __call__(
         self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
     ) -> torch.Tensor | None:
-        """Write the batch into the pool; return the logits [S, vocab_size] of the wanted rows on rank 0, None on the
-        others.
+        """Write the batch into the pool; return the logits [S, vocab_size] of the wanted rows.
+
+        Ranks other than 0 return None.
         """
         time.sleep(self._step_s + self._token_s * len(batch.token_ids))
         self._store(batch, attention)

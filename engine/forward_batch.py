@@ -12,7 +12,7 @@ from serving_core.requests import Share
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """T tokens of B requests; request r owns the rows query_starts[r] : query_starts[r + 1].
+    """The T tokens of B requests that one step computes; request r owns the rows query_starts[r] : query_starts[r + 1].
 
     The rows of request r are the last of its kv_lengths[r] tokens, whose KV its blocks hold after this step.
     """
@@ -31,11 +31,14 @@ class ForwardBatch:
     longest_context: int  # tokens; the largest kv_length
 
     def wanting(self, rows: torch.Tensor) -> "ForwardBatch":
-        """Return this batch with `rows` as the rows whose logits are wanted."""
+        """Return a copy of this batch whose logits are wanted for `rows` ([S] int64); it shares the other tensors."""
         return replace(self, logit_rows=rows)
 
     def part(self, first: int, end: int) -> "ForwardBatch":
-        """Return the requests first : end, with no logits wanted. All tensors but query_starts are views."""
+        """Return a batch of the requests first : end alone, without wanted logits and without adapters.
+
+        All its tensors but query_starts are views. Its longest_context is still that of the whole batch.
+        """
         first_row = self.starts[first]
         rows, requests = slice(first_row, self.starts[end]), slice(first, end)
         starts = [start - first_row for start in self.starts[first : end + 1]]
@@ -58,8 +61,11 @@ class ForwardBatch:
 def build_batch(
     shares: Sequence[Share], block_size: int, device: torch.device, num_state_blocks: int = 0
 ) -> ForwardBatch:
-    """Build the batch of the shares, in order. For each share, logits are wanted for its scored rows, then for its last
-    row if it samples. The first `num_state_blocks` blocks of each share hold its state, the others KV.
+    """Build the batch of one step from the scheduled tokens of each request (`shares`), in this order, on `device`.
+
+    Of each request logits are wanted for its first num_scored tokens, then for its last token if it samples. The first
+    `num_state_blocks` of each request's blocks hold its fixed state, the others KV; block_size is in tokens. `shares`
+    must not be empty.
     """
     token_ids: list[int] = []
     positions: list[int] = []

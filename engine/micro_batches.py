@@ -13,15 +13,18 @@ MOST_PER_STAGE: Final = 4
 
 
 def num_micro_batches(num_tokens: int, num_stages: int) -> int:
-    """Return the number of micro-batches of a step of num_tokens tokens."""
+    """Return into how many micro-batches a step of num_tokens tokens is split, at least 1.
+
+    Each gets LEAST_TOKENS tokens or more, and there are at most MOST_PER_STAGE for each pipeline stage.
+    """
     return max(1, min(MOST_PER_STAGE * num_stages, num_tokens // LEAST_TOKENS))
 
 
 def micro_batches(shares: Sequence[Share], num_stages: int, block_size: int) -> list[list[Share]]:
-    """Split the shares, in order, into micro-batches of about equal numbers of tokens.
+    """Split the scheduled tokens of a step, in order, into micro-batches of about equal numbers of tokens.
 
-    Prompts are cut only at block boundaries: the tokens of a block that a step computes are always computed together,
-    for any number of stages.
+    A request may be cut, then only at a block boundary (block_size in tokens): tokens of a block that one step computes
+    are always computed together, for any number of stages. Of a request that is cut, only the last part samples.
     """
     num_tokens = sum(share.num_tokens for share in shares)
     num_parts = num_micro_batches(num_tokens, num_stages)

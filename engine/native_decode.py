@@ -38,8 +38,9 @@ Recordable: TypeAlias = DenseMatrix | QuantizedMatrix
 
 
 def is_recordable(decoder: LlamaDecoder, attention: NativeAttention) -> bool:
-    """Return whether a decoder consists of native kernels for the pool's own dtype, on a single rank, with the same
-    operations in every step.
+    """Return whether NativeDecode can record this decoder: native kernels in the pool's dtype, the same in every step.
+
+    It must be whole on a single rank, without experts, and every matrix of a kind that a program can hold.
     """
     pool = attention.pool
     if not decoder.is_whole or decoder.has_experts or not isinstance(decoder.ops, NativeOps):
@@ -59,8 +60,9 @@ class NativeDecodePlan(NamedTuple):
 
 
 class NativeDecode:
-    """Steps of at most MOST_ROWS tokens, all with wanted logits: one of each request, or more with draft tokens. Uses
-    torch's number of threads.
+    """Computes steps of at most MOST_ROWS tokens, all with wanted logits: one per request, or more with draft tokens.
+
+    Uses torch's number of threads.
     """
 
     def __init__(self, decoder: LlamaDecoder, attention: NativeAttention) -> None:
@@ -75,7 +77,10 @@ class NativeDecode:
         self._record()
 
     def plan(self, batch: ForwardBatch) -> NativeDecodePlan | None:
-        """Plan batches of at most MOST_ROWS tokens, all with wanted logits and without adapters."""
+        """Prepare a batch of at most MOST_ROWS tokens, all with wanted logits and without adapters.
+
+        Returns None for other batches.
+        """
         if batch.adapted_rows or not len(batch.logit_rows) == len(batch.token_ids) <= MOST_ROWS:
             return None
         dtype = self._buffers.x.dtype
@@ -85,8 +90,10 @@ class NativeDecode:
         )
 
     def run(self, batch: ForwardBatch, plan: NativeDecodePlan, on_taken: Callable[[], None]) -> Logits:
-        """Compute the batch; return the logits [T, vocab_size], valid until the next run. Raises IndexError, and writes
-        nothing, if a slot is outside the pool.
+        """Compute the batch, given its plan; return the logits [T, vocab_size] and their maxima.
+
+        Both are valid until the next run. Calls `on_taken` when the inputs are in the buffers. Raises IndexError, and
+        writes nothing, if a slot is outside the pool.
         """
         num_rows, buffers, decoder = len(batch.token_ids), self._buffers, self._decoder
         assert decoder.embed_tokens is not None

@@ -48,10 +48,10 @@ BESIDE_OTHERS: Final = "beside others"
 
 
 def numerics_facts(description: Mapping[str, str], device: torch.device, *, kernels_alone: bool) -> dict[str, str]:
-    """Return facts that are equal for engines of one fingerprint that compute equal bits for equal steps; the inverse
-    is not guaranteed.
+    """Return the facts, as strings by name, that decide the bits of an engine's outputs beside the model's fingerprint.
 
-    `description` is the engine's own. `kernels_alone` tells that compiled kernels compute every sum: then the number of
+    Engines with equal fingerprint and facts compute equal bits for equal steps; the inverse is not guaranteed.
+    `description` is the engine's own. `kernels_alone` says that compiled kernels compute every sum: then the number of
     threads, stages, tokens divided over two ranks and decode programs do not matter, and of the CPU only the
     instruction set does.
     """
@@ -83,8 +83,9 @@ def _kernels() -> str:
 
 
 def computes_by_kernels(model: object, attention: Attention, of_stage: RankGroup) -> bool:
-    """Return whether batch-invariant compiled kernels compute every sum of the model; `of_stage` are the ranks that
-    compute the same layers.
+    """Return whether batch-invariant compiled kernels compute every sum of the model on this rank.
+
+    `of_stage` are the ranks that compute the same layers. True for the fake model; False with a quantized KV pool.
     """
     if isinstance(model, FakeModel):
         return True
@@ -96,9 +97,10 @@ def computes_by_kernels(model: object, attention: Attention, of_stage: RankGroup
 def make_batch_invariant(
     model: LlamaDecoder, attention: Attention, num_heads: int, max_model_len: int, group: RankGroup
 ) -> tuple[Attention, bool]:
-    """Make a filled decoder batch-invariant; return the fastest attention that passes the trial, and True.
+    """Make a loaded decoder batch-invariant; return the fastest attention that passes the trial, and True.
 
-    If none passes, return the last one tried, and False. Call on all ranks, before the pool holds data.
+    `num_heads` is this rank's query heads. If no attention passes, logs the differences of each and returns the last
+    one tried, and False. Call on all ranks, before the pool holds data.
     """
     pool = attention.pool
     model.make_batch_invariant(pool.compute_dtype, pool.device)
@@ -116,11 +118,11 @@ def make_batch_invariant(
 
 @torch.inference_mode()
 def differing_histories(decoder: LlamaDecoder, attention: Attention, vocab_size: int, max_model_len: int) -> list[str]:
-    """Return the histories in which a prompt's keys, values or logits have other bits than when it is computed alone
-    and at once.
+    """Try a prompt in chunks and steps, and beside others; return the names of those in which its bits differ.
 
-    Tries the model alone and each adapter. Call on all ranks, each with its own keys and values, before the pool holds
-    data; the pool is empty again afterwards.
+    The bits are those of its keys, values and logits, compared with the prompt computed alone and at once; an empty
+    list means batch-invariant here. Tries the model alone and each adapter. Call on all ranks, each with its own keys
+    and values, before the pool holds data; the pool is empty again afterwards.
     """
     layout, num_blocks = attention.pool.layout, attention.pool.num_blocks
     most_tokens = min(max_model_len, -(-num_blocks // 2) * layout.block_size)

@@ -50,33 +50,40 @@ class RankGroup(Protocol):
 
     @property
     def adds_alike(self) -> bool:
-        """Return whether the bits of a sum are independent of the other elements summed in the same call."""
+        """Return whether the bits of a summed element do not depend on the other elements of the same call."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace the tensor, in place and on every rank, by its sum over the ranks."""
+        """Replace the tensor, in place and on every rank, by its elementwise sum over the ranks."""
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of the rows [T, size] of the sum over the ranks, added in rank order.
+        """Sum a tensor [T, size] over the ranks, in rank order; return this rank's rows of the sum.
 
-        The share of each rank is share_of(T, rank, size); no share may be empty.
+        Those are the rows share_of(T, rank, size); no rank's may be empty. The input may be overwritten.
         """
 
     def all_gather(self, local: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return, on every rank, the num_rows rows of all ranks' shares, in rank order."""
+        """Return, on every rank, a tensor of num_rows rows: the `local` rows of all ranks, in rank order.
+
+        The rows of each rank are share_of(num_rows, rank, size).
+        """
 
     def gather_columns(self, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
-        """Return the ranks' tensors [rows, widths[rank]] side by side on rank 0, None on the others."""
+        """Return the ranks' tensors [rows, widths[rank]] side by side on rank 0; None on the others."""
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Return the bytes of each rank, in rank order. Raises ValueError above MOST_EXCHANGED_BYTES."""
+        """Send `data` to every rank; return the bytes of each rank, in rank order.
+
+        Raises ValueError above MOST_EXCHANGED_BYTES.
+        """
 
     def close(self) -> None:
         """Leave the group. Call before the process ends."""
 
 
 def needs_peers(call: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that talks to other ranks: torch.distributed's RuntimeError for a lost peer becomes
-    RankLost.
+    """Decorate a function that talks to other ranks, so that it raises RankLost where torch raises RuntimeError.
+
+    torch.OutOfMemoryError stays as it is: it is an error of this rank.
     """
 
     @wraps(call)
@@ -247,8 +254,10 @@ class _Joined:
 def on_all_ranks(
     group: RankGroup, failure: type[Exception], make: Callable[[], T], let_go: Callable[[T], None] | None = None
 ) -> T:
-    """Return the result of `make`. Raises `failure` on every rank if `make` raises it on one rank; `let_go` then gets
-    the results of the other ranks.
+    """Call `make` on every rank and return its result; if it raises `failure` on one rank, raise `failure` on all.
+
+    The error has the message of the first rank that failed. Ranks where `make` succeeded pass its result to `let_go`
+    first. Other exceptions are raised on their rank alone.
     """
     said, made = b"", None
     try:
@@ -266,21 +275,25 @@ def on_all_ranks(
 
 
 def alone() -> RankGroup:
-    """Return the group of a process that is its node's only rank."""
+    """Return a group of one rank: sums and gathers return their input."""
     return _Alone()
 
 
 def stage_group(node: RankGroup, num_stages: int) -> RankGroup:
-    """Return the ranks of this rank's stage, of a node whose ranks are numbered stage by stage.
+    """Return the group of the ranks that compute the same pipeline stage as this rank.
 
-    Call on all ranks of the node. The returned group is closed with the node's group.
+    The ranks of `node` are numbered stage by stage. Call on all of them; there must be more than one. The group is
+    closed with the node's group.
     """
     assert isinstance(node, _Joined), "one rank has no stages"
     return node.stage(num_stages)
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device for `auto`, `cpu` or `cuda`; LOCAL_RANK picks among several. Raises SettingsError."""
+    """Return the device that --device names: `auto` (CUDA if there is any), `cpu` or `cuda`.
+
+    LOCAL_RANK picks among several CUDA devices. Raises SettingsError if the device is not there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -294,11 +307,11 @@ def choose_device(name: str) -> torch.device:
 
 
 def join(device: torch.device, tp_size: int, timeout_s: float, pp_size: int = 1) -> RankGroup:
-    """Join the group of pp_size stages of tp_size ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, as
-    torchrun sets them.
+    """Join the torch.distributed group of this node's ranks; return when all ranks have joined.
 
-    Returns when all ranks have joined. timeout_s bounds the join and every later call. Raises SettingsError if the
-    variables are missing or contradict the sizes, or if the ranks do not meet in time.
+    The group has pp_size stages of tp_size ranks. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe it, as
+    torchrun sets them; a group of one rank needs none. timeout_s bounds the join and every later call. Raises
+    SettingsError if the variables are missing or contradict the sizes, or if the ranks do not meet in time.
     """
     world_size = _number(os.environ, "WORLD_SIZE", 1)
     if world_size != tp_size * pp_size:
@@ -374,7 +387,8 @@ def _unframed(framed: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """The residual stream of one pass: whole on every rank or, divided, a share of its rows on each (arXiv 2205.05198).
+    """The residual stream of one pass: whole on every rank or, divided, a part of its rows on each (arXiv 2205.05198).
+
     The sums of a row and their dtype are the same either way.
     """
 
@@ -384,27 +398,30 @@ class Residual:
 
     @property
     def own(self) -> range:
-        """Return the rows of this rank."""
+        """Return the numbers of the rows that this rank holds: all of them unless the stream is divided."""
         whole = range(self.num_rows)
         return share_of(self.num_rows, self.group.rank, self.group.size) if self.is_divided else whole
 
     def summed(self, partial: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of the sum over the ranks of `partial` [T, E], which must not be used afterwards."""
+        """Sum `partial` [T, E] over the ranks; return the rows of the sum that this rank holds.
+
+        `partial` must not be used afterwards.
+        """
         if self.is_divided:
             return self.group.reduce_scatter(partial)
         self.group.all_reduce(partial)
         return partial
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return all rows [T, E], gathered from every rank's rows."""
+        """Return all rows [T, E] on every rank, given this rank's own rows x."""
         return self.group.all_gather(x, self.num_rows) if self.is_divided else x
 
     def kept(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of x [T, E]."""
+        """Return the rows of x [T, E] that this rank holds: a copy if the stream is divided, else x."""
         return x[self.own.start : self.own.stop].clone() if self.is_divided else x
 
     def picked(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return these rows [S, E] on every rank, from each rank's rows x."""
+        """Return the rows [S, E] whose numbers are `rows` on every rank, given this rank's own rows x."""
         if not self.is_divided:
             return x.index_select(0, rows)
         at = rows - self.own.start
@@ -415,8 +432,10 @@ class Residual:
 
 
 def residual_of(batch: ForwardBatch, group: RankGroup, min_tokens: int) -> Residual:
-    """Return the residual stream of a batch: divided if the batch has prefill and at least min_tokens tokens; 0:
-    never.
+    """Return the residual stream of a batch, divided over the group's ranks or whole.
+
+    It is divided if there are several ranks and the batch has prefill, at least min_tokens tokens and a row for each
+    rank. min_tokens 0 never divides.
     """
     num_rows = len(batch.token_ids)
     is_large = 0 < min_tokens <= num_rows and num_rows >= group.size

@@ -11,8 +11,9 @@ from engine.parallel import LEADER, RankGroup, needs_peers, stage_group
 
 
 class Pipeline:
-    """Communication between ranks of equal number within their stages. A call raises RankLost if the peer is gone or
-    does not answer within the group's timeout.
+    """Sends tensors between pipeline stages: each rank talks to the ranks of its own number within the other stages.
+
+    A call raises RankLost if the peer is gone or does not answer within the group's timeout.
     """
 
     def __init__(self, node: RankGroup, num_stages: int, device: torch.device) -> None:
@@ -27,12 +28,15 @@ class Pipeline:
 
     @needs_peers
     def receive(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the next tensor [num_rows, width] from the stage before."""
+        """Wait for the next tensor [num_rows, width] that the previous stage sends, and return it.
+
+        With num_rows 0 there is no message.
+        """
         return self._received(num_rows, width, dtype, self._rank - self.stage.size)
 
     @needs_peers
     def send(self, tensor: torch.Tensor) -> None:
-        """Begin to send a tensor to the next stage. The caller must not change the tensor afterwards."""
+        """Begin to send a tensor to the next stage, without waiting; the caller must not change it afterwards."""
         tensor = tensor.contiguous()
         work = distributed.isend(tensor, self._rank + self.stage.size)
         assert work is not None, "this rank is one of the group"
@@ -42,10 +46,10 @@ class Pipeline:
     def logits_on_leader(
         self, logits: torch.Tensor | None, num_rows: int, width: int, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """End a step: return the last stage's logits [num_rows, width] on rank 0 of the node, None on the others.
+        """End a step: return the last stage's logits [num_rows, width] on rank 0 of the node, None on the other ranks.
 
-        The logits are the output of the last stage's first rank. On return every tensor that this rank sent has
-        arrived.
+        `logits` is the output of the last stage; only its first rank's is used and sent, and other ranks may pass None.
+        Waits until every tensor that this rank sent has arrived.
         """
         received = None
         if self._rank == self._last_stage and num_rows:

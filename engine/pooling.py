@@ -10,10 +10,11 @@ from serving_core.requests import MEAN, NO_TOKEN, Pooling, SampledToken, Work
 
 
 def pool(hidden: torch.Tensor, works: Sequence[Work]) -> list[SampledToken]:
-    """Add the hidden states of a step to each request's pooled state; a request that starts at token 0 starts anew.
+    """Pool the hidden states of a step; return the embedding of each request whose last token is among them.
 
-    `hidden` [S, E] are the wanted rows of the batch of these works. Returns, in order, the embedding of each request
-    whose last token is among them, or an error if the embedding is not finite.
+    `hidden` [S, E] holds the wanted rows of the batch of these works; embeddings are in their order. A mean is summed
+    over steps in Request.pooled, which a request that starts at token 0 starts anew. An embedding that is not finite
+    becomes a SampledToken with an error.
     """
     done: list[SampledToken] = []
     row = 0

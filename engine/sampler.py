@@ -25,9 +25,10 @@ from serving_core.requests import NO_TOKEN, Request, SampledToken, Share, Work
 def sample_step(
     logits: Logits, works: Sequence[Work], shares: Sequence[Share], eos_token_ids: Sequence[int], ops: Ops
 ) -> list[SampledToken]:
-    """Return the sampled tokens of a step, in order: of each work whose share samples, as Work.take consumes them.
+    """Return the sampled tokens of a step in order, for each work whose share samples, as Work.take consumes them.
 
-    `shares` are those of the works. Stores the prompt scores that the step computes in the requests.
+    `shares` are the shares of the works. Verifies draft tokens, and stores the prompt scores that the step computes in
+    the requests. `ops` computes; eos_token_ids matter for min_tokens alone.
     """
     rows, likeliest = logits
     if any(share.num_scored > len(work.draft_tokens) for work, share in zip(works, shares, strict=True)):
@@ -40,9 +41,9 @@ def sample_step(
 
 
 def forbid(logits: torch.Tensor, requests: Sequence[Request]) -> dict[int, RequestError]:
-    """Set the logits [S, vocab_size] of tokens that the row's grammar forbids to -inf, in place.
+    """Set the logits [S, vocab_size] of tokens that the grammar of the row's request forbids to -inf, in place.
 
-    Returns the error of each row whose grammar allows no token; such a row stays unchanged.
+    Returns the error of each row, by its index, whose grammar allows no token; such a row stays unchanged.
     """
     masks: dict[int, bytes] = {}
     errors: dict[int, RequestError] = {}
@@ -68,7 +69,7 @@ def _forbidden(masks: Mapping[int, bytes], num_rows: int, vocab_size: int) -> to
 
 
 def is_adjusted(request: Request) -> bool:
-    """Return whether penalties, biases or token lists change the logits that the request samples from."""
+    """Return whether penalties, biases, token lists or min_tokens change the logits of the request's next token."""
     sampling = request.sampling
     return (
         bool(sampling.logit_bias)
@@ -82,7 +83,10 @@ def is_adjusted(request: Request) -> bool:
 
 
 def adjust(logits: torch.Tensor, request: Request, eos_token_ids: Sequence[int]) -> None:
-    """Apply token lists, biases and penalties to a row of logits [vocab_size], float32, in place."""
+    """Apply the request's token lists, biases, min_tokens and penalties to one row of logits [vocab_size], in place.
+
+    The row is float32. `eos_token_ids` may not be sampled before min_tokens.
+    """
     sampling = request.sampling
     if sampling.allowed_token_ids:
         _keep(logits, sampling.allowed_token_ids)
@@ -144,7 +148,7 @@ BLOCK: Final = 64  # tokens; the search for the likeliest tokens of a row ranks 
 
 
 class Beside(NamedTuple):
-    """The tokens whose logprobs accompany a token's: the `count` likeliest, or the named ones."""
+    """The tokens whose logprobs accompany a token's: the `num_top` likeliest, or the named ones if there are any."""
 
     num_top: int
     named: Sequence[int] = ()
@@ -158,10 +162,11 @@ def with_logprobs(
     beside: Sequence[Beside],
     ops: Ops,
 ) -> list[SampledToken]:
-    """Return, for each of `rows` of logits [S, vocab_size], its token with the requested logprobs.
+    """Return a SampledToken with logprobs for each entry of `rows`, which index the logits [S, vocab_size].
 
-    `highest` [S], float32, holds the maximum of each row. The likeliest token comes first; of equal ones, the lowest
-    id. Logprobs are rounded to float32.
+    `tokens` and `beside` are parallel to `rows`: the token, and which other logprobs it gets. `highest` [S], float32,
+    holds the maximum of each row of logits. The likeliest token comes first; of equal ones, the lowest id. Tokens of
+    probability 0 are left out. Logprobs are rounded to float32.
     """
     totals = ops.log_totals(logits, highest, rows)
     if [*rows] != [*range(len(logits))]:
@@ -208,9 +213,10 @@ def _first(numbers: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def take_scores(logits: torch.Tensor, works: Sequence[Work], ops: Ops) -> torch.Tensor:
-    """Store the prompt scores that this step computes in each request, from the step's start on.
+    """Store the prompt scores that this step computes in the requests; return the rows that tokens are sampled from.
 
-    `logits` are those of the batch of these works. Returns the rows of `logits` that tokens are sampled from.
+    `logits` are those of the batch of these works. The returned rows of `logits` are those of the last token and the
+    draft tokens of each work that samples. Scores go to Request.scores, from the step's start on.
     """
     left: list[int] = []
     row = 0
@@ -243,11 +249,11 @@ def sample(
     ops: Ops = TORCH_OPS,
     likeliest: Likeliest | None = None,
 ) -> list[SampledToken]:
-    """Sample the next token of each request from its row of logits [S, vocab_size].
+    """Sample the next token of each request from its row of logits [S, vocab_size], with the requested logprobs.
 
-    Sets the logits of tokens that a grammar forbids to -inf. `likeliest` holds the maxima of these logits, if known;
-    its tensors are overwritten. A row whose grammar allows no token, or whose largest logit is not finite, gets an
-    error instead of a token.
+    Sets the logits of tokens that a grammar forbids to -inf. `likeliest` holds the largest logit and its token for each
+    row, if known; its tensors are overwritten. `eos_token_ids` may not be sampled before min_tokens. A row whose
+    grammar allows no token, or whose largest logit is not finite, gets a SampledToken with an error.
     """
     errors = forbid(logits, requests)
     if any(request.guide is not None for request in requests):
@@ -288,7 +294,7 @@ def verify(
     ops: Ops,
     likeliest: Likeliest | None = None,
 ) -> list[SampledToken]:
-    """Sample the tokens of each work with draft tokens, in order, as Work.take consumes them.
+    """Sample the tokens of each work, whose draft tokens it verifies, in order, as Work.take consumes them.
 
     A draft token is accepted if it equals the token sampled before it. Behind each accepted draft token one more token
     is sampled, just as a step without draft tokens samples it: from logits with the same bits, for a request with the
@@ -318,14 +324,16 @@ def verify(
 
 
 def overflowed(what: str) -> SampledToken:
-    """Return an error instead of a token or embedding whose numbers are not finite: the model overflows, or this node
-    is broken. The other requests of the step continue, and another node may retry the request.
+    """Return a SampledToken with the error that the model's `what`, such as "logits", are not finite numbers.
+
+    The model overflows, or this node is broken. The other requests of the step continue, and another node may retry the
+    request.
     """
     return SampledToken(NO_TOKEN, error=RequestError(STEP_FAILED, f"the model's {what} are not finite numbers"))
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1) that is a function of seed and position alone (Philox, Salmon et al. 2011)."""
+    """Return a random number in [0, 1) that depends on seed and position alone (Philox, Salmon et al. 2011)."""
     raw = np.random.Philox(key=seed & _SEED_MASK, counter=position).random_raw()
     return (int(raw) >> 11) * _DOUBLE_STEP
 

@@ -32,26 +32,31 @@ FIRST = -1  # stream priority: KV copies are short, and run before the next kern
 
 
 def take_own_stream(device: torch.device) -> None:
-    """Give this thread a stream of its own, ordered after all work queued before."""
+    """Give this thread a CUDA stream of its own, after all work queued before is done; do nothing for a CPU device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=FIRST))  # type: ignore[no-untyped-call]
 
 
 class StepStream:
-    """The stream that computes steps: the stream that is current at construction."""
+    """The CUDA stream that computes steps: the one that is current when the object is created.
+
+    On a CPU there is none.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def taken(self) -> AbstractContextManager[object]:
-        """Return a context in which another thread works in this stream."""
+        """Return a context in which the calling thread queues its work in this stream; on a CPU it does nothing."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     @contextmanager
     def step(self, on_layer: OnLayer | None = None) -> Iterator["LayerReports"]:
-        """Enclose the computation of a step. On exit the device has computed it, also if the step failed, so that its
-        blocks can be reused.
+        """Enclose the computation of a step; the context's value reports its layers to `on_layer`.
+
+        On exit the device has computed the step, also if it failed, so that its blocks can be reused; on success all
+        layers have been reported.
         """
         layers = LayerReports(on_layer, self._stream)
         try:
@@ -63,7 +68,10 @@ class StepStream:
 
 
 class LayerReports:
-    """Reports layers when the device has computed their queued kernels. On a CPU nothing is queued."""
+    """Tells a listener, `on_layer`, how many layers the device has computed.
+
+    On a CPU the model calls the listener itself.
+    """
 
     def __init__(self, on_layer: OnLayer | None, stream: torch.cuda.Stream | None) -> None:
         self._on_layer = on_layer
@@ -72,16 +80,16 @@ class LayerReports:
 
     @property
     def on_queued(self) -> OnLayer | None:
-        """Return the callback for the model; None if there is no listener."""
+        """Return the callback that the model calls for each queued layer; None if there is no listener."""
         return self._on_layer if self._on_layer is None or self._stream is None else self._queue
 
     def await_all_but_last(self) -> None:
-        """Report all layers but the last, so that the work after the layers can be queued meanwhile."""
+        """Wait for all queued layers but the last, and report each; what follows can be queued meanwhile."""
         while len(self._queued) > 1:
             self._await_next()
 
     def await_last(self) -> None:
-        """Report all layers."""
+        """Wait for all queued layers, and report each."""
         while self._queued:
             self._await_next()
 
@@ -107,16 +115,20 @@ MOST_FAILED_STEPS: Final = 4  # in a row; after these the engine counts as faile
 
 
 def is_fatal(error: Exception) -> bool:
-    """Return whether every later step would fail too, as after lost weights or a failed device.
+    """Return whether every later step would fail too: the weights are lost, or the CUDA device failed.
 
-    After such an error CUDA fails every later call, the first of which may come from Triton.
+    Lack of memory is not fatal. After a failure of the device CUDA fails every later call, the first of which may come
+    from Triton.
     """
     of_device = isinstance(error, torch.AcceleratorError) or str(error).startswith(OF_TRITON)
     return isinstance(error, WeightsLost) or (of_device and not _is_out_of_memory(error))
 
 
 def cause_of(error: Exception) -> str:
-    """Return the cause in words that a client may read. The error's own message may hold paths."""
+    """Return the cause of a failed step in words that a client may read: lack of memory, or the error's type.
+
+    The error's own message is left out, since it may hold paths.
+    """
     return "the node is out of memory" if _is_out_of_memory(error) else f"the step failed ({type(error).__name__})"
 
 
@@ -138,7 +150,7 @@ T = TypeVar("T")
 
 
 class Stepped(NamedTuple, Generic[R]):
-    """The result of a finished step."""
+    """The result of a finished step, its duration in seconds, and whether the offered next step has begun."""
 
     result: R
     step_s: float
@@ -156,7 +168,7 @@ class Step(Generic[P, R]):
 
 @dataclass(eq=False)
 class NextStep(Step[P, R]):
-    """A step that begins as soon as the step before it is done, if `follows` accepts that step's result."""
+    """A step that begins as soon as the step before it is done, if `follows` accepts the result of the step before."""
 
     follows: Callable[[R], bool] = field(kw_only=True)  # decides by the result before, in the engine's thread
     compute: Callable[[R, Callable[[], None], Callable[[], None]], R] = field(kw_only=True)
@@ -169,22 +181,25 @@ class NextStep(Step[P, R]):
     _is_given_up: bool = False
 
     def take_in(self) -> None:
-        """Signal that the event loop has processed the step before."""
+        """Signal, from the event loop, that it has processed the result of the step before; `wait` then returns."""
         self._is_taken_in.set()
 
     def give_up(self) -> None:
-        """Signal that the step before is never processed: this step fails."""
+        """Signal that the result of the step before is never processed; `wait` then raises, so this step fails."""
         self._is_given_up = True
         self._is_taken_in.set()
 
     def wait(self) -> None:
-        """Wait until the step before is processed. Raises RuntimeError if it is not."""
+        """Block this thread until the event loop has processed the result of the step before.
+
+        Raises RuntimeError after `give_up`, or after TAKEN_IN_DEADLINE_S seconds.
+        """
         if not self._is_taken_in.wait(TAKEN_IN_DEADLINE_S) or self._is_given_up:
             raise RuntimeError("what the step before gave was not taken in")
 
 
 class Stepper(Generic[P, R]):
-    """Runs one step at a time. Owned by one event loop."""
+    """Runs an engine's steps, one at a time, in a thread of its own. One event loop owns it."""
 
     def __init__(self, compute: Callable[[Sequence[P], OnLayer | None], R]) -> None:
         """Run steps with `compute`, an engine's `step` or `follow`."""
@@ -198,10 +213,9 @@ class Stepper(Generic[P, R]):
     async def run(
         self, plan: Callable[[], list[P]], step: Callable[[list[P]], Awaitable[None]], wake: asyncio.Event
     ) -> None:
-        """Run every planned step, and wait for `wake` when nothing is planned.
+        """Run steps forever: `step` is awaited with the parts that `plan` returns; without any, `wake` is awaited.
 
-        Ends when cancelled, or with the exception of `plan` or `step`, after the running step has ended; then closes
-        the thread.
+        Ends when cancelled, or with the exception of `plan` or `step`; closes the thread first, after the running step.
         """
         try:
             while True:
@@ -214,15 +228,17 @@ class Stepper(Generic[P, R]):
             await asyncio.to_thread(self.close)
 
     async def step(self, parts: Sequence[P], on_layer: OnLayer | None = None) -> tuple[R, float]:
-        """Run a step; return its result and its duration in seconds. `on_layer` is called on the event loop, never
-        after this returns.
+        """Run a step of these parts and wait for it; return its result and its duration in seconds.
+
+        `on_layer` is called on the event loop, never after this returns. Raises what the computation raises.
         """
         result, step_s, _ = await self.begin(parts, on_layer).done
         return result, step_s
 
     def begin(self, parts: Sequence[P], on_layer: OnLayer | None = None) -> Step[P, R]:
-        """Start a step, whose `done` the caller awaits. `on_layer` is called on the event loop, never after `done` is
-        set.
+        """Start a step of these parts and return it; the caller awaits its `done`. No other step may be running.
+
+        `on_layer` is called on the event loop, never after `done` is set.
         """
         assert self._running is None, "two steps at a time"
         loop = asyncio.get_running_loop()
@@ -280,7 +296,7 @@ class Stepper(Generic[P, R]):
         self._recent_s.append(step_s)
 
     async def between(self, compute: Callable[[], T]) -> tuple[T, float]:
-        """Run `compute` in the engine's thread between two steps; return its result and its duration in seconds."""
+        """Run `compute` in the engine's thread while no step runs; return its result and its duration in seconds."""
         assert self._started_at is None, "a step runs"
         self._started_at = time.monotonic()
         try:
@@ -291,17 +307,17 @@ class Stepper(Generic[P, R]):
 
     @property
     def step_s(self) -> float:
-        """Return the median seconds of the recent steps; 0 before the first."""
+        """Return the median seconds of the last NUM_RECENT_STEPS successful steps; 0 before the first."""
         return statistics.median(self._recent_s) if self._recent_s else 0.0
 
     @property
     def step_age_s(self) -> float:
-        """Return the seconds since the running step began; 0 when idle."""
+        """Return the seconds since the running step, or the call of `between`, began; 0 when idle."""
         started_at = self._started_at
         return 0.0 if started_at is None else time.monotonic() - started_at
 
     def close(self) -> None:
-        """Wait for the running step, then end the thread."""
+        """Wait for the running step, then end the thread. Blocks the caller."""
         self._thread.shutdown(wait=True)
 
 

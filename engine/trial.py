@@ -11,8 +11,9 @@ T = TypeVar("T")
 
 
 def tried(trial: Callable[[], T]) -> tuple[T, str] | tuple[None, str]:
-    """Return a trial's result, or None and the reason of its failure. Raises torch.OutOfMemoryError, which does not
-    indicate a faulty kernel.
+    """Call `trial`: return its result and "", or None and the message of the exception that it raised.
+
+    torch.OutOfMemoryError is raised, since it does not indicate a faulty kernel.
     """
     try:
         return trial(), ""
@@ -23,9 +24,11 @@ def tried(trial: Callable[[], T]) -> tuple[T, str] | tuple[None, str]:
 
 
 def why_not_triton(largest_difference: Callable[[], float], tolerance: float) -> str:
-    """Return why Triton kernels are not used; empty if their largest difference from torch is within the tolerance.
+    """Return why Triton kernels cannot be used; empty if they can.
 
-    Raises torch.OutOfMemoryError.
+    `largest_difference` runs them and returns their largest difference from torch, which may not exceed `tolerance`.
+    The reasons are that Triton is not installed, the message of its exception, or the difference. Raises
+    torch.OutOfMemoryError.
     """
     if not is_installed(TRITON):
         return "Triton is not installed"

@@ -31,8 +31,7 @@ class _Part:
 
 
 class StepsApart:
-    """Attends the requests of few tokens at the head of a batch with one backend, and all requests from the first
-    longer one on with another.
+    """Uses one backend for the leading requests of few tokens in a batch, another from the first longer request on.
 
     The first backend's programs share the keys of a request; the second is fast for many rows. A backend takes adjacent
     rows in the caller's order. A node schedules decode before prefill.
@@ -88,12 +87,12 @@ def choose_attention(
     softcap: float | None = None,
     portable_only: bool = False,
 ) -> Attention:
-    """Return the fastest attention backend that supports the pool.
+    """Return the fastest attention backend for this pool and `num_heads` query heads.
 
     On a CPU the compiled kernels. On CUDA varlen_attn for prefill and Triton kernels for decode, or one of the two for
-    both, if they support the pool and agree with the portable backend; else, and with `portable_only`, the portable
-    backend. Call before the pool holds data. Raises SettingsError for a pool whose K and V widths differ, or differ
-    between layers, unless `portable_only`.
+    both, if they support the pool and agree with the portable backend. Else, and with `portable_only`, the portable
+    backend. `score_scale` and `softcap` are those of Attention. Call before the pool holds data. Raises SettingsError
+    for a pool whose K and V widths differ, or differ between layers, unless `portable_only`.
     """
     portable = PortableAttention(pool, num_heads, score_scale, softcap)
     if portable_only:
@@ -107,10 +106,10 @@ def choose_attention(
 
 
 def batch_invariant_attentions(attention: Attention, num_heads: int) -> Iterator[Attention]:
-    """Yield backends that can replace `attention` and may be batch-invariant, the fastest first.
+    """Yield attention backends that can replace `attention` and may be batch-invariant, the fastest first.
 
-    The caller must try each: varlen_attn is told never to split keys, but the device decides whether its bits depend on
-    other rows.
+    `num_heads` is the number of query heads. The caller must try each: varlen_attn is told never to split keys, but the
+    device decides whether its bits depend on other rows.
     """
     if isinstance(attention, StepsApart):
         attention = attention.prompts

@@ -55,32 +55,34 @@ PART_ROWS: Final = 64  # rows of a chunk sent together: fewer leave nodes idle l
 
 
 class RemoteKV(Protocol):
-    """Whole tiles of one request on a KV holder, behind the tiles of the remote KV before it. All methods may raise
-    OSError.
+    """The KV of some whole tiles of one request, in the pool of a KV holder (another node).
+
+    Tiles follow those of the remote KV before it. All methods may raise OSError.
     """
 
     @property
     def address(self) -> str:
-        """Return the KV holder's address."""
+        """Return the KV holder's network address."""
 
     @property
     def num_tiles(self) -> int: ...
 
     @property
     def is_silent(self) -> bool:
-        """Return whether the remote KV failed because the KV holder did not answer in time."""
+        """Return whether a call failed because the KV holder did not answer in time."""
 
     def ask(self, layer: int, query: memoryview) -> None:
-        """Request the partials of this row, in the pool's compute dtype."""
+        """Send the query of one row, in the pool's compute dtype, to the KV holder, whose partials `answer` returns."""
 
     def answer(self, layer: int) -> memoryview:
-        """Return the partials [num_tiles, partial_floats] of the row requested in this layer, float32."""
+        """Wait for the partials, float32 [num_tiles, partial_floats], of the row that `ask` sent for this layer."""
 
     def carry(self, layer: int, queries: memoryview, partials: memoryview) -> memoryview:
-        """Return the partials [rows, partial_floats] of these rows over all keys up to the remote KV's last one.
+        """Send rows to the KV holder; return their partials [rows, partial_floats] over all keys up to its last one.
 
-        `partials` are those over all keys before the remote KV; empty if there are none. Any thread may call this, one
-        at a time."""
+        `partials` are those of the same rows over all keys before this remote KV; empty if there are none. Any thread
+        may call this, one at a time.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,9 @@ class _Part:
 
 
 class DistributedAttention:
-    """Attention for one request with remote KV. The block table counts from token 0; its entries for remote blocks are
-    not read.
+    """Attention for one request whose oldest KV lies in other nodes' pools (`remote_kvs`, the oldest first).
+
+    The block table counts from token 0; its entries for remote blocks are not read.
     """
 
     name = "distributed"
@@ -200,8 +203,9 @@ def _bytes_of(queries: torch.Tensor) -> memoryview:
 
 
 class PartialAttention:
-    """A KV holder's computation for another node, over keys in this node's pool in whole tiles: all rows attend to all
-    of the keys. One thread at a time may use it.
+    """Computes, on a KV holder, the attention of another node's rows over keys in this node's pool.
+
+    The keys are whole tiles, and all rows attend to all of them. One thread at a time may use it.
     """
 
     def __init__(self, attention: NativeAttention) -> None:
@@ -212,7 +216,11 @@ class PartialAttention:
         self.row_bytes: Final = attention.num_heads * attention.head_dim * attention.pool.compute_dtype.itemsize
 
     def partials(self, query: bytes | bytearray | memoryview, layer: int, block_ids: Sequence[int]) -> Any:
-        """Return the partials of one row over each tile of the blocks, [tiles, partial_floats], float32."""
+        """Return the partials of one row over each tile of these blocks, float32 [tiles, partial_floats].
+
+        A partial is the attention over some keys, not yet normalized (see the module's docstring). `query` holds the
+        row's bytes in the pool's compute dtype.
+        """
         attention, num_keys = self._attention, self._num_keys(block_ids)
         partials = np.empty((num_keys // TILE_KEYS, attention.num_partial_floats), np.float32)
         units = _splits_of_row(attention, 0, num_keys, _NEVER)
@@ -226,10 +234,10 @@ class PartialAttention:
         layer: int,
         block_ids: Sequence[int],
     ) -> Any:
-        """Return the partials [rows, partial_floats] of these rows over the keys of the blocks and all keys before
-        them.
+        """Return the partials [rows, partial_floats] of these rows over the blocks' keys and all keys before them.
 
-        `partials` are those over all keys before the blocks; empty if there are no such keys.
+        They are float32. `queries` holds the rows' bytes in the pool's compute dtype. `partials` are those over all
+        keys before the blocks; empty if there are no such keys.
         """
         attention, num_keys = self._attention, self._num_keys(block_ids)
         num_rows = len(queries) // self.row_bytes

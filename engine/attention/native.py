@@ -16,7 +16,7 @@ _SHARED_WORK: Final = 8192  # scores; less work is done sooner than other thread
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """A batch's plan, and the owners of the memory that it points to."""
+    """What the kernel needs of one batch: the address of its Plan, and the owners of the memory that this points to."""
 
     address: int
     parallel: int | None
@@ -24,9 +24,10 @@ class NativePlan:
 
 
 class NativeAttention:
-    """Supports CPU pools of every dtype. Batch-invariant: the bits of a row's output depend only on the row and its
-    keys, not on its chunk, its batch or torch's number of threads. One thread at a time may call its methods; `plan`
-    may run beside another method.
+    """Attends in CPU pools of every dtype; batch-invariant.
+
+    The bits of a row's output depend only on the row and its keys, not on its chunk, its batch or torch's number of
+    threads. One thread at a time may call its methods; `plan` may run beside another method.
     """
 
     name = "native"
@@ -39,8 +40,9 @@ class NativeAttention:
         score_scale: float | None = None,
         softcap: float | None = None,
     ) -> None:
-        """Load the named kernel variant, by default the best for the CPU. Raises ValueError if there is none,
-        SettingsError for a pool whose K and V widths differ between layers.
+        """Load the named kernel variant, by default the best for the CPU.
+
+        Raises ValueError if there is none, SettingsError for a pool whose K and V widths differ between layers.
         """
         self.pool = pool
         self.score_scale, self.softcap = score_scale, softcap
@@ -66,8 +68,10 @@ class NativeAttention:
         return self.finish(plan, (batch, units, partials, num_finished), num_scores)
 
     def finish(self, plan: Plan, owners: tuple[Any, ...], num_scores: int) -> NativePlan:
-        """Return a plan with units that compute num_scores scores, the owners of the units' memory, and scratch for the
-        threads worth waking.
+        """Give `plan` its scratch memory and number of threads, and return it as a NativePlan.
+
+        The plan's units must be set; `owners` keeps their memory alive. `num_scores` is the number of query-key
+        products: few are computed by one thread.
         """
         address, most_threads = ctypes.addressof(plan), plan.num_threads
         scratch_bytes, scratch = self._library.scratch_bytes(address), self._scratch
@@ -80,7 +84,7 @@ class NativeAttention:
         return NativePlan(address, parallel_function() if num_threads > 1 else None, owners)
 
     def another(self) -> "NativeAttention":
-        """Return the same attention over the same pool, for another thread."""
+        """Return a new NativeAttention over the same pool, for another thread."""
         return NativeAttention(self.pool, self.num_heads, self.variant, self.score_scale, self.softcap)
 
     def attend(self, query: torch.Tensor, layer: int, plan: NativePlan) -> torch.Tensor:
@@ -105,9 +109,10 @@ class NativeAttention:
     def record(
         self, program: NativeProgram, plan: ctypes.c_void_p, queries: torch.Tensor, layer: int, output: torch.Tensor
     ) -> None:
-        """Append to a program the work of `attend`, with the plan whose address `plan` holds when the program runs.
+        """Append to `program` the work of `attend` for one layer, from `queries` into `output`.
 
-        Rows of queries [T, at least H, D] and of the output [T, H, D] are contiguous.
+        When the program runs, `plan` must hold the address of a NativePlan. Rows of queries [T, at least H, D] and of
+        the output [T, H, D] are contiguous.
         """
         row_bytes = queries.shape[1] * queries.shape[2] * queries.itemsize
         program.add(
@@ -120,7 +125,10 @@ class NativeAttention:
         )
 
     def empty_plan(self, block_tables: torch.Tensor, window: int | None) -> Plan:
-        """Return a plan without units."""
+        """Return a Plan for these block tables [B, max_blocks] without units, which the caller sets before `finish`.
+
+        `window`: None for all tokens.
+        """
         plan = Plan.from_buffer_copy(self._template)
         plan.window = window or 0
         plan.num_threads = torch.get_num_threads()

@@ -33,10 +33,16 @@ class Attention(Protocol):
     softcap: float | None  # each score becomes softcap * tanh(score / softcap); None: unchanged
 
     def plan(self, batch: ForwardBatch, window: int | None) -> Any:
-        """Return the backend's plan of a batch, valid for all layers with this window."""
+        """Prepare the attention of a batch in all layers with this window; return the backend's plan.
+
+        `window` is the number of last tokens that each token attends to; None: all.
+        """
 
     def attend(self, query: torch.Tensor, layer: int, plan: Any) -> torch.Tensor:
-        """Return the attention output [T, num_heads, head_dim] of all query rows in one layer."""
+        """Return the attention output of one layer, given the query rows of the batch that `plan` was made for.
+
+        The output is [T, num_heads, width of a value], and the query [T, num_heads, width of a key].
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +83,9 @@ _AttentionOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Changes of scores beyond the mask: each becomes cap * tanh(score / cap), and each head's sink counts as one more
-    score, of a key without a value.
+    """Changes of scores beyond the mask: a soft cap, sinks and a factor.
+
+    Each score becomes cap * tanh(score / cap), and each head's sink counts as one more score, of a key without a value.
     """
 
     softcap: float | None
@@ -88,8 +95,9 @@ class Scoring:
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Attend like scaled_dot_product_attention, with queries [N, Hkv, Q * H / Hkv, D], where heads that share a key
-        are adjacent.
+        """Attend like torch's scaled_dot_product_attention, with this scoring.
+
+        Queries are [N, Hkv, Q * H / Hkv, D], where heads that share a key are adjacent; `mask` is added to the scores.
         """
         scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
         scores = (queries @ keys.transpose(-1, -2)).float() * scale
@@ -134,7 +142,10 @@ class PortableAttention:
     def attend(
         self, query: torch.Tensor, layer: int, plan: list[_Gathering], scoring: Scoring | None = None
     ) -> torch.Tensor:
-        """Attend with the plan's gatherings. In a layer without V, the keys serve as values."""
+        """Attend with the groups of the plan; `scoring` replaces the usual scores.
+
+        In a layer without V, keys serve as values.
+        """
         attention = self._attention if scoring is None else scoring.attend
         width = self.pool.layout.cache_shapes(layer)[1].width
         output = query.new_empty((*query.shape[:2], width or query.shape[2]))

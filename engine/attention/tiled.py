@@ -61,7 +61,7 @@ class _Merged:
         self.sums, self.outputs = torch.zeros_like(self.largest), torch.zeros_like(rows)
 
     def add(self, rows: slice, largest: torch.Tensor, outputs: torch.Tensor, sums: torch.Tensor) -> None:
-        """Merge one more tile for these rows."""
+        """Merge one more tile into these rows: its largest scores, its weighted values, and the sums of its weights."""
         before = self.largest[rows]
         now = torch.maximum(before, largest)
         kept, added = (before - now).exp_(), (largest - now).exp_()

@@ -38,7 +38,10 @@ OF_REQUESTS: Final = ("query_starts", "kv_lengths", "block_tables")
 
 @triton.jit  # type: ignore[untyped-decorator]
 def first_key(position, window, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the first key of the first tile that a position attends to."""
+    """Return the number of the first key in the first tile of KEYS keys that a position attends to.
+
+    That is 0 without a window; `window` counts the last tokens seen.
+    """
     return tl.maximum(position - window + 1, 0) // KEYS * KEYS if HAS_WINDOW else 0
 
 
@@ -46,7 +49,10 @@ def first_key(position, window, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):  
 def keys_of_each(  # type: ignore[no-untyped-def]
     num_keys, KEYS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr
 ):
-    """Return the number of keys of a program if up to SPLITS programs share them: whole tiles, LEAST or more."""
+    """Return how many of num_keys keys each program takes if up to SPLITS programs share them.
+
+    Each takes whole tiles of KEYS keys, at least LEAST tiles.
+    """
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, KEYS), SPLITS), LEAST) * KEYS
 
 
@@ -91,8 +97,11 @@ def attend(  # type: ignore[no-untyped-def]
     TINY: tl.constexpr,
     LOG2_E: tl.constexpr,
 ) -> None:
-    """Attend. The first axis of the grid is the index among SPLITS programs; programs that share keys write to `parts`
-    [tokens, heads, SPLITS, HEAD_DIM] and the logarithms of their sums to `part_sizes`.
+    """Compute attention of ROWS rows (queries times GROUP heads of a key) of one request and key head.
+
+    The grid is (index among SPLITS programs or among the chunks of rows, request, key head). A program that has all
+    keys writes to `attended`. Programs that share keys write to `parts` [tokens, heads, SPLITS, HEAD_DIM] and the
+    logarithms of their sums to `part_sizes`, which `merge` combines. A slot's scales count for quantized pools alone.
     """
     request, key_head = tl.program_id(1), tl.program_id(2)
     first_row = tl.load(query_starts + request)
@@ -189,8 +198,9 @@ def merge(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr,
     LOWEST: tl.constexpr,
 ) -> None:
-    """Combine the parts of one row that programs of `attend` shared; a row that they did not share is complete
-    already.
+    """Combine what programs of `attend` wrote to `parts` for one row, and write the sum to `attended`.
+
+    A row whose keys were not shared is complete already, and stays as it is.
     """
     row, request, key_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row = tl.load(query_starts + request)
@@ -241,8 +251,9 @@ class _Plan:
 
 
 class TritonAttention:
-    """Supports pools of any dtype and block size; support of 8-bit pools depends on the device, so a trial must precede
-    its use.
+    """Attends on CUDA in pools of any dtype and block size.
+
+    Support of 8-bit pools depends on the device, so a trial must precede its use.
     """
 
     name = "triton"
@@ -256,8 +267,10 @@ class TritonAttention:
         *,
         is_uniform: bool = False,
     ) -> None:
-        """Prepare the kernels. `is_uniform`: prefill is computed like decode, and programs share no keys, so that the
-        bits of a row may depend only on the row and its keys.
+        """Prepare the kernels.
+
+        `is_uniform`: prefill is computed like decode, and programs share no keys, so that the bits of a row may depend
+        only on the row and its keys.
         """
         self.pool = pool
         self.score_scale = score_scale
@@ -360,10 +373,10 @@ def padded(head_dim: int) -> int:
 
 
 def stages_by_rows(head_dim: int, itemsize: int, stored_itemsize: int, memory_bytes: int) -> dict[int, int]:
-    """Return the pipeline stages of programs, by their number of rows, on a device with `memory_bytes` of shared memory
-    per program.
+    """Return how many pipeline stages a program of `attend` gets, by its number of rows.
 
-    At least ONE_STAGE, even if that is too much. `stored_itemsize` is the pool's.
+    The device has `memory_bytes` of shared memory per program. `itemsize` and `stored_itemsize` are the bytes of a
+    query's and of the pool's numbers. At least ONE_STAGE, even if that is too much.
     """
     stages = {}
     for rows, deep_bytes in DEEP_BYTES.items():
@@ -375,16 +388,19 @@ def stages_by_rows(head_dim: int, itemsize: int, stored_itemsize: int, memory_by
 
 
 def most_rows(at_most: int, stages: Mapping[int, int]) -> int:
-    """Return the most rows with which a program prefetches; the fewest if it never does."""
+    """Return the most rows, up to `at_most`, of a program that prefetches; FEW_ROWS if none does.
+
+    `stages` is the result of stages_by_rows.
+    """
     return max((rows for rows in stages if rows <= at_most and stages[rows] > ONE_STAGE), default=FEW_ROWS)
 
 
 def shared_bytes(rows: int, stages: int, head_dim: int, itemsize: int, stored_itemsize: int) -> int:
-    """Return the most shared memory of such a program: its queries, the weights of a tile's keys, and the prefetched
-    tiles.
+    """Return the most bytes of shared memory that a program takes for its queries, weights and prefetched tiles.
 
-    stages - 1 tiles are prefetched; with any prefetch, at least one of keys and one of values. Devices of compute
-    capability 9.0, which have enough memory, use some more.
+    `itemsize` and `stored_itemsize` are the bytes of a query's and of the pool's numbers. stages - 1 tiles are
+    prefetched; with any prefetch, at least one of keys and one of values. Devices of compute capability 9.0, which have
+    enough memory, use some more.
     """
     dim, num_tiles = padded(head_dim), max(2, stages - 1) if stages > ONE_STAGE else 1
     key_bytes = dim * stored_itemsize + (SCALES_BYTES if stored_itemsize < itemsize else 0)

@@ -20,8 +20,9 @@ class _Plan:
 
 
 class VarlenAttention:
-    """Supports float16 and bfloat16 pools with blocks of a multiple of BLOCK_TOKENS. Further support depends on the
-    GPU, so a trial must precede its use.
+    """Attends on CUDA in float16 and bfloat16 pools with blocks of a multiple of BLOCK_TOKENS.
+
+    Further support depends on the GPU, so a trial must precede its use.
     """
 
     name = "varlen_attn"

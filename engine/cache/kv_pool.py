@@ -26,9 +26,9 @@ from serving_core.units import size_of
 
 
 def device_room(settings: EngineSettings, device: torch.device, num_kept_bytes: int) -> int:
-    """Return the bytes that --gpu-memory-utilization leaves beside the loaded weights and `num_kept_bytes`; 0 if the
-    flag does not apply.
+    """Return the bytes of CUDA memory that --gpu-memory-utilization leaves for the KV pool.
 
+    Loaded weights and `num_kept_bytes` are subtracted. Returns 0 on a CPU, or if other settings give the pool's size.
     Raises SettingsError if nothing is left.
     """
     if device.type != "cuda" or settings.num_kv_blocks or settings.kv_cache_memory_bytes:
@@ -48,16 +48,14 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Stack(NamedTuple):
-    """K and V of one layer in one tensor if their shapes are equal, so that one copy moves both; else one of the
-    two.
-    """
+    """K and V of one layer in one tensor if their shapes are equal, so that one copy moves both; else K or V alone."""
 
     cache_shape: CacheShape
     storage: torch.Tensor  # [2 or 1, num_blocks, cache_shape.num_bytes] uint8
 
 
 def empty_stacks(layout: KVLayout, layer: int, num_blocks: int, device: torch.device) -> list[Stack]:
-    """Return all caches of a layer, zero-filled: K, then V."""
+    """Return zero-filled caches of num_blocks blocks for a layer: one stack of K and V, or K's, then V's."""
     keys, values = layout.cache_shapes(layer)
     shapes = [(keys, 2)] if keys == values else [(keys, 1), (values, 1)]
     return [Stack(cache, _zeros((height, num_blocks, cache.num_bytes), device)) for cache, height in shapes]
@@ -70,7 +68,7 @@ def _zeros(shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
 
 
 class HeadSlice:
-    """The blocks of a pool, restricted to some of its heads. Reads return copies."""
+    """The blocks of a pool restricted to some of its heads, read and written as bytes. Reads return copies."""
 
     def __init__(self, layout: KVLayout, stacks: Mapping[int, Sequence[Stack]], heads: range) -> None:
         """Restrict `layout` and `stacks` (by layer) of a pool to `heads`."""
@@ -81,7 +79,10 @@ class HeadSlice:
         self._slices = {layer: [_StackSlice(stack, heads) for stack in whole] for layer, whole in stacks.items()}
 
     def heads(self, heads: range) -> "HeadSlice":
-        """Return the slice of these heads, counted from this slice's first; the slice itself for all of them."""
+        """Return the slice of these heads, counted from this slice's first; this slice itself for all of them.
+
+        Raises ValueError if this slice lacks them.
+        """
         check_heads(heads, self.layout)
         if len(heads) == self.layout.num_kv_heads:
             return self
@@ -89,15 +90,15 @@ class HeadSlice:
         return HeadSlice(*self._pool, range(first, first + len(heads)))
 
     def read_tensors(self, layer: int, block_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of these blocks in order, each as a 1-D uint8 tensor on the pool's device."""
+        """Return copies of K and V of these blocks in order, each as a 1-D uint8 tensor on the pool's device."""
         index = index_of(block_ids)
         keys, values = (caches for part in self._slices[layer] for caches in part.read(index, len(block_ids)))
         return keys.flatten(), values.flatten()
 
     def write_tensors(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write what `read_tensors` returns, from 1-D uint8 tensors on any device; other heads stay unchanged.
+        """Write K and V of these blocks, as `read_tensors` returns them; the pool's other heads stay unchanged.
 
-        Raises ValueError if the lengths are wrong.
+        The 1-D uint8 tensors may be on any device. Raises ValueError if the lengths are wrong.
         """
         check_lengths(len(keys), len(values), block_ids, self.layout.cache_bytes(layer))
         index = index_of(block_ids)
@@ -107,11 +108,11 @@ class HeadSlice:
         await_stream(self._device)
 
     def read(self, layer: int, block_ids: Sequence[int]) -> tuple[memoryview, memoryview]:
-        """Return the bytes of read_tensors, read-only."""
+        """Return the bytes of K and of V of these blocks, as `read_tensors` has them; read-only, in host memory."""
         return bytes_of(*self.read_tensors(layer, block_ids))
 
     def write(self, layer: int, block_ids: Sequence[int], keys: memoryview, values: memoryview) -> None:
-        """Write what `read` returns. Raises ValueError if the lengths are wrong."""
+        """Write K and V of these blocks, as `read` returns them. Raises ValueError if the lengths are wrong."""
         self.write_tensors(layer, block_ids, copied(keys, self._device), copied(values, self._device))
 
 
@@ -166,8 +167,9 @@ def _word_of(whole: CacheShape, part: CacheShape) -> torch.dtype:
 
 
 def index_of(block_ids: Sequence[int]) -> slice | list[int]:
-    """Return an index of these blocks: a slice if they are consecutive, which copies faster and may be a view; else the
-    list.
+    """Return an index of these blocks: a slice if they are consecutive, else the list of their ids.
+
+    A slice copies faster and may yield a view.
     """
     first = block_ids[0] if block_ids else 0
     run = range(first, first + len(block_ids))
@@ -175,7 +177,7 @@ def index_of(block_ids: Sequence[int]) -> slice | list[int]:
 
 
 def bytes_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[memoryview, memoryview]:
-    """Return the bytes of contiguous uint8 tensors of one device, read-only: views of host memory, else copies."""
+    """Return the bytes of two contiguous uint8 tensors of one device, read-only: views of host memory, else copies."""
     if keys.is_cuda:
         on_host = [empty_on_host(len(each), keys.device).copy_(each, non_blocking=True) for each in (keys, values)]
         await_stream(keys.device)
@@ -184,14 +186,14 @@ def bytes_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[memoryview, memo
 
 
 def copied(caches: memoryview, device: torch.device) -> torch.Tensor:
-    """Return a copy of the bytes, 1-D uint8 in host memory, for a transfer to the device."""
+    """Return a copy of the bytes as a 1-D uint8 tensor in host memory, from which the device can copy directly."""
     copy = empty_on_host(caches.nbytes, device)
     copy.numpy().data[:] = caches
     return copy
 
 
 def empty_on_host(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return 1-D uint8 host memory that the device can read and write directly."""
+    """Return num_bytes of host memory, uninitialized, as a 1-D uint8 tensor that the device can access directly."""
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
 
@@ -202,7 +204,10 @@ def await_stream(device: torch.device) -> None:
 
 
 def check_lengths(key_bytes: int, value_bytes: int, block_ids: Sequence[int], cache_bytes: tuple[int, int]) -> None:
-    """Raise ValueError unless the sizes are those of len(block_ids) blocks of K and of V, of cache_bytes each."""
+    """Raise ValueError unless the sizes are those of len(block_ids) blocks of K and of V.
+
+    `cache_bytes` are the bytes of one block of K and of one of V.
+    """
     expected = [len(block_ids) * each for each in cache_bytes]
     if [key_bytes, value_bytes] != expected:
         raise ValueError(
@@ -242,8 +247,8 @@ class ScaledCaches(NamedTuple):
     scales: torch.Tensor  # [num_blocks, num_kv_heads], float32 if quantized
 
 
-class QuantizedPchannels:
-    """Quantized reads and writes of a layer's caches, one stack after the other."""
+class QuantizedCaches:
+    """Reads and writes a layer's quantized key and value caches, one stack after the other."""
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         """Check the layout. Raises SettingsError if the scales are not aligned to 4 bytes."""
@@ -259,7 +264,7 @@ class QuantizedPchannels:
         self._largest, self._unit = LARGEST[layout.dtype], _UNITS[layout.dtype]
 
     def touch(self, slots: torch.Tensor) -> Touched:
-        """Return what `store` needs about slots [T]; the same for all layers."""
+        """Return what `store` needs to know about a step's slots [T]; the same for all layers."""
         offsets = slots % self._block_size
         ids, blocks = torch.unique(slots // self._block_size, return_inverse=True)
         is_new = torch.zeros(len(ids), dtype=torch.bool, device=slots.device)
@@ -270,13 +275,13 @@ class QuantizedPchannels:
         return Touched(slots, caches, len(ids) - int(is_new.sum()), None, order.argsort()[blocks], offsets)
 
     def touch_apart(self, slots: torch.Tensor) -> Touched:
-        """Return the same for slots of one block each, without synchronizing with the device."""
+        """Return what `touch` returns, for slots in one block each, without synchronizing with the device."""
         offsets, ids = slots % self._block_size, slots // self._block_size
         caches = ids, torch.cat((ids, ids + self._num_blocks))
         return Touched(slots, caches, len(ids), offsets > 0, torch.arange(len(ids), device=ids.device), offsets)
 
     def views(self, stacks: Sequence[Stack]) -> list[ScaledCaches]:
-        """Return K and V with the numbers as int8 or float8_e4m3fn."""
+        """Return K and V of all blocks as views, with the numbers as int8 or float8_e4m3fn, and their scales."""
         views: list[ScaledCaches] = []
         for stack in stacks:
             data, scales = _parts(stack.cache_shape, stack.storage)
@@ -285,7 +290,10 @@ class QuantizedPchannels:
         return views
 
     def store(self, stacks: Sequence[Stack], touched: Touched, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values [T, num_kv_heads, width] of the touched tokens."""
+        """Quantize the keys and values [T, num_kv_heads, width] of a step's tokens, and write them to their slots.
+
+        `touched` comes from `touch` or `touch_apart`. Earlier tokens of a block are rounded again if its scale grows.
+        """
         if len(stacks) == 1:
             self._store(stacks[0], touched, torch.stack((keys, values)))
             return
@@ -371,20 +379,21 @@ TRIED_AT_ONCE: Final = 4096  # tokens: bounds the memory that rounding takes
 
 
 class PagedKVPool:
-    """K and V of each layer of a layout in num_blocks blocks, zero-filled at first."""
+    """The KV pool of one rank: K and V of each layer of `layout` in num_blocks blocks, zero-filled at first."""
 
     def __init__(
         self, layout: KVLayout, num_blocks: int, device: torch.device, compute_dtype: torch.dtype | None = None
     ) -> None:
-        """Allocate the pool. `compute_dtype` is the dtype that `gather` returns of a quantized pool, by default
-        float32; other pools return their own.
+        """Allocate the pool.
 
-        Raises SettingsError if the pool is larger than the free memory, or if quantized blocks have an unaligned size.
+        `compute_dtype` is the dtype that `gather` returns of a quantized pool, by default float32; other pools return
+        their own. Raises SettingsError if the pool is larger than the free memory, or if quantized blocks have an
+        unaligned size.
         """
         self.layout: Final = layout
         self.num_blocks: Final = num_blocks
         self.device: Final = device
-        self._quantized = QuantizedPchannels(layout, num_blocks) if layout.is_quantized else None
+        self._quantized = QuantizedCaches(layout, num_blocks) if layout.is_quantized else None
         own_dtype = compute_dtype or torch.float32 if layout.is_quantized else getattr(torch, layout.dtype)
         self.compute_dtype: Final[torch.dtype] = own_dtype
         self._touched: Touched | None = None
@@ -401,7 +410,10 @@ class PagedKVPool:
         return self._elements[layer][1]
 
     def scaled_caches(self, layer: int) -> tuple[ScaledCaches, ScaledCaches]:
-        """Return views of K and V as stored. The scales are unused unless the pool is quantized."""
+        """Return views of K and V of a layer as stored: numbers and scales.
+
+        Scales mean nothing unless the pool is quantized.
+        """
         if self._quantized is not None:
             keys, values = self._quantized.views(self._stacks[layer])
         else:
@@ -409,8 +421,9 @@ class PagedKVPool:
         return keys, values
 
     def try_values(self, layer: int, num_blocks: int) -> None:
-        """Fill the first blocks with normally distributed numbers, for a trial before the pool holds data. The numbers
-        are the same each time, so that a trial is repeatable.
+        """Fill the first num_blocks blocks of a layer with normally distributed numbers, for a trial.
+
+        The pool must not hold data yet. The numbers are the same each time, so that a trial is repeatable.
         """
         generator = torch.Generator(self.device).manual_seed(layer)
         if self._quantized is None:
@@ -423,13 +436,14 @@ class PagedKVPool:
             self.store(layer, slots, *torch.randn(2, len(slots), *shape, device=self.device, generator=generator))
 
     def clear(self, layer: int, num_blocks: int) -> None:
-        """Fill the first blocks with zeros."""
+        """Fill the first num_blocks blocks of a layer with zeros."""
         for stack in self._stacks[layer]:
             stack.storage[:, :num_blocks].zero_()
 
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of the keys and values [N, block_size, num_kv_heads, width] of blocks [N] int64, in
-        compute_dtype.
+        """Return copies of a layer's keys and values, each [N, block_size, num_kv_heads, width] in compute_dtype.
+
+        `blocks` holds the N block ids, int64.
         """
         if self._quantized is not None:
             return self._quantized.gather(self._stacks[layer], blocks, self.compute_dtype)
@@ -437,7 +451,7 @@ class PagedKVPool:
         return keys.index_select(0, blocks), values.index_select(0, blocks)
 
     def store(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values [T, num_kv_heads, width] at slots [T] (block id * block_size + offset).
+        """Write a layer's keys and values [T, num_kv_heads, width] at slots [T] (block id * block_size + offset).
 
         A quantized block must be filled from offset 0 upward, and `slots` must not change in place afterwards.
         """
@@ -450,24 +464,26 @@ class PagedKVPool:
             cache.flatten(0, 1).index_copy_(0, slots, tokens)
 
     def begin_steps(self, slots: torch.Tensor) -> None:
-        """Prepare the stores of a decode step with one token for each of these slots, without synchronizing with the
-        device.
+        """Prepare a quantized pool for `store` of a decode step with these slots, without waiting for the device.
 
-        No two slots may share a block, except a block that no request owns. Has an effect only on a quantized pool.
+        The step has one token for each slot. No two slots may share a block, except a block that no request owns. Does
+        nothing for other pools.
         """
         if self._quantized is not None:
             self._touched = self._quantized.touch_apart(slots)
 
     def heads(self, heads: range) -> "PagedKVPool | HeadSlice":
-        """Return the same blocks restricted to these heads; the pool itself for all of them. Raises ValueError for
-        invalid heads.
+        """Return the same blocks restricted to these heads; the pool itself for all of them.
+
+        Raises ValueError unless `heads` is a non-empty run of the pool's heads.
         """
         check_heads(heads, self.layout)
         return self if len(heads) == self.layout.num_kv_heads else HeadSlice(self.layout, self._stacks, heads)
 
     def read_tensors(self, layer: int, block_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of these blocks in order, as 1-D uint8 tensors on the pool's device: views of the pool if the
-        ids are consecutive, else copies.
+        """Return K and V of a layer's blocks in order, as 1-D uint8 tensors on the pool's device.
+
+        They are views of the pool if the ids are consecutive, else copies.
         """
         index = self._on_device(index_of(block_ids))
         stacks = [stack.storage for stack in self._stacks[layer]]
@@ -478,8 +494,9 @@ class PagedKVPool:
         return keys.flatten(), values.flatten()
 
     def write_tensors(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write what `read_tensors` returns, from 1-D uint8 tensors on any device. Raises ValueError if the lengths are
-        wrong.
+        """Write K and V of a layer's blocks, as `read_tensors` returns them, from 1-D uint8 tensors on any device.
+
+        Raises ValueError if the lengths are wrong.
         """
         check_lengths(len(keys), len(values), block_ids, self.layout.cache_bytes(layer))
         if self.device.type == "cpu":
@@ -492,11 +509,14 @@ class PagedKVPool:
         await_stream(self.device)
 
     def read(self, layer: int, block_ids: Sequence[int]) -> tuple[memoryview, memoryview]:
-        """Return the bytes of read_tensors, read-only: on a CPU views if read_tensors returns views, else copies."""
+        """Return the bytes of K and of V of a layer's blocks, as `read_tensors` has them; read-only, in host memory.
+
+        On a CPU they are views if read_tensors returns views; else copies.
+        """
         return bytes_of(*self.read_tensors(layer, block_ids))
 
     def write(self, layer: int, block_ids: Sequence[int], keys: memoryview, values: memoryview) -> None:
-        """Write what `read` returns. Raises ValueError if the lengths are wrong."""
+        """Write K and V of a layer's blocks, as `read` returns them. Raises ValueError if the lengths are wrong."""
         check_lengths(keys.nbytes, values.nbytes, block_ids, self.layout.cache_bytes(layer))
         if self.device.type == "cpu":
             self._put(layer, block_ids, np.frombuffer(keys, np.uint8), np.frombuffer(values, np.uint8))

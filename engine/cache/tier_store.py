@@ -39,11 +39,16 @@ Rows = npt.NDArray[np.uint8]
 
 
 class TierStore:
-    """The offload slots of one rank, host memory first. Owned by one event loop."""
+    """Stores the blocks that one rank offloads, by slot: in host memory the first slots, in a file the others.
+
+    Owned by one event loop.
+    """
 
     def __init__(self, pool: PagedKVPool, num_host: int, num_disk: int, folder: str = "") -> None:
-        """Allocate the slots. `folder` holds the file; empty: the folder for temporary files. Raises SettingsError if
-        there is too little memory or disk space.
+        """Allocate num_host slots in memory and num_disk in a file.
+
+        `folder` holds the file; empty: the folder for temporary files. Raises SettingsError if there is too little
+        memory or disk space.
         """
         self._pool = pool
         self._num_host = num_host
@@ -61,7 +66,11 @@ class TierStore:
         self.write_s = 0.0  # seconds of copies and of the thread's writes
 
     def offload(self, copies: Copies) -> None:
-        """Make the given copies, as far as time and space allow. The blocks may be overwritten afterwards."""
+        """Copy blocks of the pool into slots, and host slots to disk slots, as `copies` lists them.
+
+        The pool's blocks may be overwritten when this returns; disk slots are written later by a thread. Copies for
+        which space or time is lacking are left out: `on_lost` gets their slots.
+        """
         started_at = time.perf_counter()
         if copies.demotions:
             self._demote(copies.demotions)
@@ -83,21 +92,23 @@ class TierStore:
     def load(
         self, load_id: int, slots: Sequence[int], block_ids: Sequence[int], on_loaded: Callable[[int, int], None]
     ) -> None:
-        """Load slots into blocks that nobody else uses.
+        """Begin to copy slots into blocks of the pool that nobody else uses, one after the other.
 
-        Calls on_loaded with the load's id and the number of leading blocks loaded, unless the load is cancelled.
+        When done, calls on_loaded with the load's id and the number of leading blocks loaded, which is less than all if
+        a slot is missing or damaged. Not called after `cancel`.
         """
         reading = self._load(load_id, list(slots), list(block_ids), on_loaded)
         self._loads[load_id] = asyncio.get_running_loop().create_task(reading)
 
     def cancel(self, load_id: int) -> None:
-        """Write no more blocks of this load."""
+        """Stop this load, if it runs: no more of its blocks are written, and on_loaded is not called."""
         if task := self._loads.pop(load_id, None):
             task.cancel()
 
     def probe(self) -> tuple[float, float]:
         """Return the measured seconds to load one block from host memory and from the file; 0 for a tier without slots.
-        Call before anything else.
+
+        Overwrites slots, so call it before anything else.
         """
         num_disk = 0 if self._fd < 0 else os.fstat(self._fd).st_size // self._row_bytes
         return self._probe(range(min(self._num_host, PROBED_BLOCKS))), self._probe(
@@ -105,7 +116,7 @@ class TierStore:
         )
 
     def close(self) -> None:
-        """End the thread; free memory and file."""
+        """Cancel all loads, end the thread, and delete the file."""
         for load_id in list(self._loads):
             self.cancel(load_id)
         self._thread.shutdown(wait=True, cancel_futures=True)

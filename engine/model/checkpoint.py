@@ -29,22 +29,23 @@ T = TypeVar("T")
 
 
 class Span(NamedTuple):
-    """A range of bytes of a file."""
+    """The bytes `start` to `stop` of a file."""
 
     file: Path
     start: int
     stop: int
 
     def of_rows(self, rows: Extent) -> "Span":
-        """Return the bytes of the held rows, if this span covers all rows."""
+        """Return the bytes of the rows that `rows` holds, of a span that covers all `rows.total` rows."""
         row_bytes = (self.stop - self.start) // max(1, rows.total)
         return Span(self.file, self.start + rows.held.start * row_bytes, self.start + rows.held.stop * row_bytes)
 
 
 def read_ahead(items: Sequence[T], spans_of: Callable[[T], Iterable[Span]]) -> Generator[T]:
-    """Yield the items in order while the kernel reads the files of the next ones: AHEAD_BYTES, or at least one item.
+    """Yield the items in order while the kernel reads the files of the following items ahead.
 
-    Close the generator unless it is exhausted.
+    `spans_of` gives the file ranges of an item. AHEAD_BYTES are read ahead, or at least one item. Close the generator
+    unless it is exhausted.
     """
     coming, sizes, ahead_bytes = iter(items), deque[int](), 0
     reader = ThreadPoolExecutor(1, "read ahead")
@@ -78,7 +79,7 @@ MOST_STORED_BYTES: Final = 4
 
 
 class Part(NamedTuple):
-    """A tensor of the checkpoint, the shape that the model requires, and the wanted part."""
+    """A tensor of the checkpoint by name, the shape that the model requires, and the part that this rank wants."""
 
     name: str
     extents: tuple[Extent, ...]
@@ -90,7 +91,7 @@ class Part(NamedTuple):
 
 
 def whole_tensor(name: str, shape: Sequence[int], dtypes: tuple[str, ...]) -> Part:
-    """Return the part that is the whole tensor."""
+    """Return a Part that wants all of a tensor of this name, shape and one of these dtypes."""
     return Part(name, tuple(map(whole, shape)), dtypes)
 
 
@@ -103,20 +104,21 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Return the shape, and the dtype that `read` returns."""
+        """Return the shape of a tensor, and the name of the dtype that `read` returns."""
 
     @abstractmethod
     def read(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the wanted rows of a tensor in order, in pieces: the index of the first among the wanted rows, and
-        their wanted columns.
+        """Yield the wanted part of a tensor in pieces of some rows, in order.
+
+        Each piece comes with the index of its first row among the wanted rows, and has only the wanted columns.
         """
 
     def spans(self, part: Part) -> Iterator[Span]:
-        """Yield the file ranges that `read` will read, if known."""
+        """Yield the file ranges that `read` will read for this part; nothing if unknown."""
         yield from ()
 
     def stored_bytes(self, part: Part) -> int:
-        """Return how many bytes `read` will read, if known."""
+        """Return how many bytes `read` will read from files for this part; 0 if unknown."""
         return sum(span.stop - span.start for span in self.spans(part))
 
     def check(self, part: Part) -> None:
@@ -131,7 +133,7 @@ class Checkpoint(ABC):
             raise ModelError(f"{part.name} is stored as {dtype}; supported are {', '.join(part.dtypes)}")
 
     def read_all(self, part: Part) -> torch.Tensor:
-        """Return a copy of the wanted part."""
+        """Return a copy of the wanted part of a tensor."""
         return torch.cat([tensor for _, tensor in self.read(part)])
 
 
@@ -139,10 +141,10 @@ class SafetensorsCheckpoint(Checkpoint):
     """The tensors of several safetensors files. Files are mapped as needed and released every MAPPED_BYTES."""
 
     def __init__(self, files: Sequence[Path], root: str = "") -> None:
-        """Open the files. Names get the prefix `root` if none in the files has it, as in a decoder stored without its
-        head.
+        """Open the files.
 
-        Raises ModelError if a file is not a safetensors file.
+        Names get the prefix `root` if none in the files has it, as in a decoder stored without its head. Raises
+        ModelError if a file is not a safetensors file.
         """
         self._open: dict[Path, Any] = {}
         self._mapped_bytes = 0
@@ -159,7 +161,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return tuple(tensor.get_shape()), tensor.get_dtype()
 
     def read(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the wanted rows, mapped from the file."""
+        """Yield the wanted part in pieces of some rows, as `Checkpoint.read` does; pieces are mapped from the file."""
         rows, *columns = (slice(extent.held.start, extent.held.stop) for extent in part.extents)
         row_bytes = MOST_STORED_BYTES * math.prod(part.shape[1:])  # gaps between columns may be mapped as well
         num_rows = max(1, MAPPED_BYTES // row_bytes)
@@ -172,7 +174,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 self._mapped_bytes = 0
 
     def spans(self, part: Part) -> Iterator[Span]:
-        """Yield whole rows, whatever columns are wanted."""
+        """Yield the file range of the wanted rows, with all of their columns."""
         file = self._file_of[part.name]
         if file not in self._places:
             self._places[file] = tensor_places(file)
@@ -181,7 +183,7 @@ class SafetensorsCheckpoint(Checkpoint):
         yield Span(file, place.start, place.stop).of_rows(rows)
 
     def read_all(self, part: Part) -> torch.Tensor:
-        """Return a copy of the wanted part."""
+        """Return a copy of the wanted part of a tensor, which may be a scalar."""
         if not part.extents:
             return torch.as_tensor(self._slice(part.name)[...]).clone()
         return super().read_all(part)
@@ -226,7 +228,7 @@ PIECES_AHEAD: Final = 4  # most pieces per thread that wait to be consumed
 
 
 class GgufCheckpoint(Checkpoint):
-    """The tensors of a GGUF model, in any storage format.
+    """The tensors of a GGUF model as float32, whatever format they are stored in.
 
     Reads some whole rows at a time, with as many threads as torch uses; only few rows are floats at any time.
     """
@@ -269,7 +271,7 @@ class GgufCheckpoint(Checkpoint):
                     yield piece.start - rows.held.start, floats
 
     def spans(self, part: Part) -> Iterator[Span]:
-        """Yield whole rows, whatever columns are wanted."""
+        """Yield the file range of the wanted rows, with all of their columns."""
         tensor = self._weights.tensors[part.name]
         rows = whole(1) if len(part.extents) == 1 else part.extents[0]
         stored = Span(self._weights.file_of(part.name), tensor.start, tensor.start + tensor.num_bytes)

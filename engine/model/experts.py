@@ -26,7 +26,7 @@ from serving_core.sharding import Extent, Shard, share_of, whole
 
 
 class Gate(Linear):
-    """The router: whole on every rank, and never quantized."""
+    """The router of a mixture of experts: whole on every rank, and never quantized."""
 
     def __init__(self, hidden_size: int, name: str, num_outputs: int) -> None:
         super().__init__(whole(hidden_size), {name: whole(num_outputs)}, bias=False)
@@ -36,7 +36,7 @@ class Gate(Linear):
 
 
 class Expert(nn.Module):
-    """The rank's part of a gated feed-forward; its outputs are parts of a sum over the ranks."""
+    """One rank's part of an expert, a gated feed-forward; its outputs are parts of a sum over the ranks."""
 
     def __init__(self, hidden_size: int, neurons: Extent, projections: tuple[str, str, str]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Expert(nn.Module):
         self.down_proj = Linear(neurons, {down: whole(hidden_size)}, bias=False)
 
     def forward(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """Compute x [T, E] -> [T, E]."""
+        """Return this rank's part of the expert's output [T, E] for x [T, E]."""
         outputs: torch.Tensor = self.down_proj(ops.gate(self.gate_up_proj(x)))
         return outputs
 
@@ -66,7 +66,7 @@ class GroupedLibrary:
 
 
 class GroupedProduct:
-    """A product of groups of rows, each with a matrix of its own; all matrices have one shape and kind.
+    """A product in which each group of rows has a matrix of its own; all matrices have one shape and kind.
 
     A row's outputs have the bits of a separate product of that row with its matrix.
     """
@@ -82,8 +82,10 @@ class GroupedProduct:
         return dtype in ELEMENTS if self._dense_dtype is None else dtype == self._dense_dtype
 
     def __call__(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """Multiply x [T, num_inputs] -> [T, num_outputs]; starts [matrices + 1] int32 are the first rows of the
-        matrices, then T.
+        """Multiply rows x [T, num_inputs], sorted by matrix, and return the outputs [T, num_outputs].
+
+        starts [matrices + 1], int32, holds the first row of each matrix, then T. Raises MemoryError if the kernel lacks
+        memory.
         """
         first = self._matrices[0]
         assert x.is_contiguous(), "rows behind each other"
@@ -101,7 +103,10 @@ class GroupedProduct:
 
 
 def grouped_product(matrices: Sequence[object]) -> GroupedProduct | None:
-    """Return the grouped product of these matrices if kernels support it; else None."""
+    """Return a GroupedProduct of these matrices, or None.
+
+    None if kernels do not support them, or if they differ in shape or kind.
+    """
     library = load(GroupedLibrary)
     dense = [matrix for matrix in matrices if isinstance(matrix, DenseMatrix)]
     quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix) and matrix.is_recordable]
@@ -113,7 +118,7 @@ def grouped_product(matrices: Sequence[object]) -> GroupedProduct | None:
 
 
 class MixtureOfExperts(nn.Module):
-    """A mixture of experts instead of a feed-forward."""
+    """A mixture of experts, which a layer has instead of a feed-forward."""
 
     def __init__(self, hidden_size: int, experts: Experts, shard: Shard, tp_size: int) -> None:
         super().__init__()
@@ -134,13 +139,14 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def expert_bytes(self) -> int:
-        """Return the memory of all loaded experts' weights, without the shared expert."""
+        """Return the bytes of all loaded experts' weights on this rank, without the shared expert."""
         return sum(layer.num_bytes for layer in self.experts.modules() if isinstance(layer, Linear))
 
     def forward(self, x: torch.Tensor, ops: Ops, residual: Residual, deltas: Deltas | None = None) -> torch.Tensor:
-        """Compute x [T, E] -> this rank's rows. Reads only the weights of experts that some token takes.
+        """Return the experts' output for x [T, E]: this rank's rows of the residual stream, summed over the ranks.
 
-        `deltas` holds none for this module: adapters of experts are refused.
+        Reads only the weights of experts that some token takes. `deltas` holds none for this module: adapters of
+        experts are refused.
         """
         routing = ops.route(self.gate(x), self._num_chosen, self._is_normalized)
         rows = self._outputs(x.index_select(0, routing.tokens), routing.starts, ops)

@@ -33,7 +33,7 @@ class Source(NamedTuple):
 
 
 def below_each_other(extents: Iterable[Extent]) -> list[Extent]:
-    """Return the same runs in one dimension that concatenates these dimensions."""
+    """Concatenate dimensions: return, for each, its held run within the one dimension that holds all in order."""
     parts = list(extents)
     starts = [0, *itertools.accumulate(part.total for part in parts)]
     return [
@@ -43,19 +43,26 @@ def below_each_other(extents: Iterable[Extent]) -> list[Extent]:
 
 
 class Layer(nn.Module):
-    """A module with parameters of its own."""
+    """A module with parameters of its own, which a checkpoint fills."""
 
     def sources(self, parameter: str) -> Sequence[Source]:
-        """Return the tensors that fill a parameter, stacked. By default one tensor of its own name and shape."""
+        """Return the checkpoint tensors that are stacked to fill a parameter of this name.
+
+        By default one tensor of the parameter's own name and shape.
+        """
         return [Source("", tuple(map(whole, getattr(self, parameter).shape)))]
 
     def pack(self, bits: int | None) -> None:
-        """Convert filled weights to their fastest form, with `bits` quantized to 4 or 8 bits, and free the originals.
-        By default nothing.
+        """Convert the filled weights to their fastest form, and free the originals.
+
+        `bits`: 4 or 8 quantizes them; None does not. By default nothing is done.
         """
 
     def make_batch_invariant(self, tiling: Tiling) -> None:
-        """Make the bits of a row's outputs depend on that row alone. Call after `pack`. By default they already do."""
+        """Make the bits of a row's outputs depend on that row alone, by computing in tiles from `tiling`.
+
+        Call after `pack`. By default they already do.
+        """
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -64,12 +71,12 @@ class Layer(nn.Module):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors that the layer computes with, except those packed for a CPU. Call after `pack`."""
+        """Return all tensors that the layer computes with, without those packed for a CPU. Call after `pack`."""
         return list(self.parameters(recurse=False))
 
     @property
     def num_bytes(self) -> int:
-        """Return the memory of the filled layer."""
+        """Return the bytes of the weights of the filled layer."""
         return sum(parameter.nbytes for parameter in self.parameters(recurse=False))
 
 
@@ -109,7 +116,7 @@ def _is_native(matrix: object) -> bool:
 
 
 class Embedding(Layer):
-    """One vector for each token id; each rank has a share of the ids.
+    """Looks up one vector for each token id; each rank has a part of the ids.
 
     An embedding that is also the head computes logits. If another stage has the head, the vectors are the same as here.
     """
@@ -158,7 +165,7 @@ class Embedding(Layer):
         return super().num_bytes + (0 if self._matrix is None else self._matrix.num_bytes)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the vectors of ids [T] -> [T, size], on every rank."""
+        """Return the vectors [T, size] of token ids [T], on every rank."""
         if self._is_whole:
             return self._vectors(ids)
         rows = ids - self._vocabulary.held.start
@@ -170,11 +177,11 @@ class Embedding(Layer):
 
     @property
     def matrix(self) -> Packed | None:
-        """Return the packed head; None: the plain weight computes the logits."""
+        """Return the packed weights of a head; None: the plain weight computes the logits, or there are none."""
         return self._matrix
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute x [S, size] -> [S, ids held], for a model whose head is this embedding."""
+        """Return the logits [S, ids held] of x [S, size], for a model whose head is this embedding."""
         return self._product(x) if self._tiled is None else self._tiled(x)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
@@ -221,7 +228,11 @@ def embedding(
     scale: float,
     rounds_scale: bool = False,
 ) -> Embedding:
-    """Return an embedding whose vectors are multiplied by `scale`, optionally rounded to their dtype first."""
+    """Build the Embedding of a model, whose vectors are multiplied by `scale`.
+
+    `is_head`: its weights are the head's too; `gives_logits`: this stage computes the logits; `rounds_scale`: the scale
+    is rounded to the weights' dtype first.
+    """
     if scale == 1:
         return Embedding(vocabulary, size, group, is_head, gives_logits)
     return ScaledEmbedding(vocabulary, size, group, is_head, gives_logits, scale, rounds_scale)
@@ -251,15 +262,15 @@ class RMSNorm(Layer):
 
     @property
     def spec(self) -> Norm:
-        """Return what the ops need of the filled norm."""
+        """Return the weights and numbers that the ops need of the filled norm."""
         return Norm(self.weight, self.eps, self.delta_scale, self.centers)
 
     def forward(self, x: torch.Tensor, ops: Ops, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the norm of x + delta: x [T, size] -> [T, size]; x becomes the sum in place."""
+        """Add delta times delta_scale to x [T, size] in place, if given, and return the norm of x."""
         return ops.norm(x, self.spec, delta)
 
     def add_to(self, x: torch.Tensor, delta: torch.Tensor, ops: Ops) -> None:
-        """Add the norm of delta [T, size] to x [T, size]."""
+        """Add the norm of delta [T, size] to x [T, size] in place."""
         ops.add_norm(x, delta, self.spec)
 
 
@@ -270,10 +281,10 @@ class LayerNorm(RMSNorm):
 
 
 class Deltas(Protocol):
-    """The additions of adapters to some rows of a batch."""
+    """The additions of LoRA adapters to some rows of a batch."""
 
     def add(self, projection: "Linear", x: torch.Tensor, projected: torch.Tensor) -> None:
-        """Add the adapters' projection of x to `projected`, in place."""
+        """Add what the adapters compute from x for this projection to `projected`, its outputs, in place."""
 
 
 class Linear(Layer):
@@ -321,11 +332,11 @@ class Linear(Layer):
 
     @property
     def matrix(self) -> Packed | None:
-        """Return the packed matrix that replaces the plain weight."""
+        """Return the packed matrix that has replaced the plain weight; None: the plain weight computes."""
         return self._matrix
 
     def take(self, matrix: QuantizedMatrix) -> None:
-        """Compute with a quantized matrix from now on, kept quantized; `weight` is deleted.
+        """Compute with this quantized matrix instead of `weight`, which is deleted.
 
         The matrix's shape is not checked.
         """
@@ -333,8 +344,9 @@ class Linear(Layer):
         del self.weight
 
     def round_inputs(self, bits: int) -> None:
-        """Let kernels round the inputs of quantized weights to `bits` bits, except those of a head. Call after
-        `pack`.
+        """Let kernels round the inputs of quantized weights to `bits` bits; nothing for plain weights or a head.
+
+        Call after `pack`.
         """
         if isinstance(self._matrix, QuantizedMatrix) and not self._is_head:
             self._matrix.round_inputs(bits)
@@ -416,6 +428,9 @@ class FeedForward(nn.Module):
         self.down_proj = RowParallel(shard.neurons, "down_proj", hidden_size, bias, shard)
 
     def forward(self, x: torch.Tensor, ops: Ops, residual: Residual, deltas: Deltas | None = None) -> torch.Tensor:
-        """Compute x [T, E] -> this rank's rows."""
+        """Return the feed-forward's output for x [T, E]: this rank's rows of the residual stream.
+
+        They are summed over the ranks. `deltas` adds the adapters' outputs.
+        """
         gated = ops.gate(self.gate_up_proj(x, deltas), self.activation)
         return residual.summed(self.down_proj(gated, deltas))

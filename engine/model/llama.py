@@ -85,18 +85,18 @@ class SelfAttention(nn.Module):
 
     @property
     def head_norms(self) -> HeadNorms | None:
-        """Return the norms of single heads, in models that have them."""
+        """Return the norms of single query and key heads; None in models without them."""
         if self.q_norm is None or self.k_norm is None:
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def project(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
-        """Return queries, keys and values [T, (H + 2 K) D] of x [T, E]."""
+        """Return queries, keys and values, side by side in [T, (H + 2 K) D], of x [T, E]."""
         projected: torch.Tensor = self.qkv_proj(x, now.deltas)
         return projected
 
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
-        """Compute x [T, E] -> this rank's rows."""
+        """Store keys and values of x [T, E] in the pool, attend, and return this rank's rows of the summed output."""
         heads = self.project(x, now).view(x.shape[0], -1, self._head_dim)  # [T, H + 2 K, D]
         attention, rotation = now.attention, now.rotations[self.rope]
         kv = KVSlots(attention.pool, self.layer, now.batch.slots)
@@ -170,7 +170,7 @@ class DecoderLayer(nn.Module):
         return self._modules[self._feed_forward]  # type: ignore[return-value]
 
     def fed_forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
-        """Compute the feed-forward: x [T, E] -> this rank's rows."""
+        """Return the feed-forward's output for x [T, E]: this rank's rows, summed over the ranks."""
         outputs: torch.Tensor = self.feed_forward(x, now.ops, now.residual, now.deltas)
         return outputs
 
@@ -189,8 +189,9 @@ class PreNormLayer(DecoderLayer):
 
 
 class PostNormLayer(DecoderLayer):
-    """A layer with norms behind attention and feed-forward, which add their output to x, and in some models norms
-    before them as well.
+    """A layer with norms behind attention and feed-forward, whose results are added to x.
+
+    Some models have norms before them as well.
     """
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
@@ -210,8 +211,9 @@ class PostNormLayer(DecoderLayer):
 
 
 class ParallelLayer(DecoderLayer):
-    """A layer whose attention and feed-forward read the output of one common norm, which adds the pending delta as it
-    reads x.
+    """A layer whose attention and feed-forward read the output of one common norm.
+
+    The norm adds the pending delta as it reads x.
     """
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, group: RankGroup) -> None:
@@ -225,26 +227,26 @@ class ParallelLayer(DecoderLayer):
 
 
 class OffloadedLayers(Protocol):
-    """Reads the offloaded layers of one model ahead, driven by hooks at the begin and end of each layer."""
+    """The layers of a model whose weights are offloaded: hooks of a layer read the next ones ahead."""
 
     @property
     def where(self) -> str:
-        """Return where the weights are, in words: on disk, or in host memory."""
+        """Return in words where the offloaded weights are: on disk, or in host memory."""
 
     @property
     def layer_bytes(self) -> Mapping[int, int]:
-        """Return the bytes of each offloaded layer by number."""
+        """Return the bytes of each offloaded layer, by its number in the model."""
 
     @property
     def num_read_bytes(self) -> int:
-        """Return the bytes read since the start."""
+        """Return the bytes of weights read since the start."""
 
     def read_alone(self) -> tuple[int, float]:
-        """Read all layers once as a measurement, between steps; return bytes and seconds."""
+        """Read all offloaded layers once as a measurement, between steps; return the bytes and the seconds taken."""
 
 
 class LlamaDecoder(nn.Module):
-    """One rank's part of a model. Build it on the meta device; engine.model.weights fills it."""
+    """One rank's part of a decoder of the Llama family. Build it on the meta device; engine.model.weights fills it."""
 
     def __init__(
         self,
@@ -294,7 +296,10 @@ class LlamaDecoder(nn.Module):
         """The layers with offloaded weights; None: all weights are on their device."""
 
     def make_batch_invariant(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the decoder batch-invariant, given batch-invariant attention. Call once, after filling."""
+        """Make the decoder's layers and ops batch-invariant, given batch-invariant attention. Call once, after filling.
+
+        `dtype` and `device` are those of the activations.
+        """
         tiling = Tiling(device, dtype)
         for module in self.modules():
             if isinstance(module, Layer):
@@ -303,7 +308,7 @@ class LlamaDecoder(nn.Module):
         self.rotaries = {rope: TiledRotary(rotary, device) for rope, rotary in self.rotaries.items()}
 
     def is_batch_invariant(self, dtype: torch.dtype) -> bool:
-        """Return whether the bits of a row of this dtype depend on no other row, given batch-invariant attention."""
+        """Return whether the bits of a row of `dtype` do not depend on other rows, if attention is batch-invariant."""
         layers = (module for module in self.modules() if isinstance(module, Layer))
         return self.ops.is_batch_invariant(dtype) and all(layer.is_batch_invariant for layer in layers)
 
@@ -324,20 +329,26 @@ class LlamaDecoder(nn.Module):
 
     @property
     def head(self) -> Packed | None:
-        """Return the packed head; None: a plain weight computes the logits."""
+        """Return the packed weights of the head.
+
+        None: a plain weight computes the logits, or another stage has the head.
+        """
         head = self.lm_head or self.embed_tokens
         return None if head is None else head.matrix
 
     @property
     def some_layers(self) -> list[DecoderLayer]:
-        """Return one layer of each window, rope and kind of feed-forward, and the last layer, in order."""
+        """Return a sample of this rank's layers for trials, in order.
+
+        It has one layer of each window, rope and kind of feed-forward, and the last layer.
+        """
         layers = self.own_layers
         kinds = [(layer.self_attn.window, layer.self_attn.rope, type(layer.feed_forward)) for layer in layers]
         first = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
         return [layers[place] for place in sorted({*first.values(), len(layers) - 1})]
 
     def is_elsewhere(self, name: str) -> bool:
-        """Return whether a checkpoint tensor that this stage does not use belongs to another stage."""
+        """Return whether the checkpoint tensor of this name belongs to another pipeline stage."""
         layers = self._shard.layers
         if found := _LAYER.match(name):
             number = int(found[1])
@@ -353,11 +364,11 @@ class LlamaDecoder(nn.Module):
         on_layer: OnLayer | None = None,
         layers: Sequence[DecoderLayer] | None = None,
     ) -> torch.Tensor | None:
-        """Compute a batch and write its keys and values into the pool.
+        """Compute a batch and write its keys and values into the pool of `attention`.
 
         Returns, on rank 0 of the last stage, the logits [S, vocab_size] of the wanted rows, or an embedder's last
-        hidden states [S, E]; None on every other rank. Goes through all layers unless `layers` restricts them for a
-        trial.
+        hidden states [S, E]; None on every other rank. `on_layer` is called every LAYERS_PER_REPORT layers and after
+        the last one. Goes through all layers unless `layers` restricts them for a trial.
         """
         residual = residual_of(batch, self._group, self._min_divided_tokens)
         self.num_divided_passes += residual.is_divided

@@ -14,7 +14,7 @@ from serving_core.sharding import whole
 
 
 class Delta(nn.Module):
-    """One adapter's addition to one Linear: a product down to the rank, and one up to all of its outputs."""
+    """One adapter's addition to one Linear: a product down to the adapter's rank, and one up to all outputs."""
 
     def __init__(self, down: torch.Tensor, up: torch.Tensor) -> None:
         """Take weights [rank, inputs] and [outputs, rank]; the ranks of several parts are concatenated."""
@@ -22,13 +22,13 @@ class Delta(nn.Module):
         self.down, self.up = _linear(down), _linear(up)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute x [T, inputs] -> [T, outputs]."""
+        """Return the addition [T, outputs] for x [T, inputs]."""
         added: torch.Tensor = self.up(self.down(x))
         return added
 
 
 class Adapters(nn.Module):
-    """The adapters of one decoder, or of one rank's part, by name."""
+    """The LoRA adapters of one decoder, or of one rank's part, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,16 +41,16 @@ class Adapters(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Return the memory of all adapters."""
+        """Return the bytes of all adapters' weights."""
         return sum(module.num_bytes for module in self.modules() if isinstance(module, Layer))
 
     def take(self, name: str, deltas: Mapping[Linear, Delta]) -> None:
-        """Add an adapter, as its delta for each projection that it changes."""
+        """Add an adapter of this name, given its delta for each projection that it changes."""
         self._by_name[name] = deltas
         self._deltas.extend(deltas.values())
 
     def deltas_for(self, adapted_rows: Mapping[str, torch.Tensor]) -> Deltas:
-        """Return the deltas of a batch, given the rows of each adapter."""
+        """Return the additions of adapters to a batch; adapted_rows has the rows of each adapter by name."""
         return _RowDeltas([(self._by_name[name], rows) for name, rows in adapted_rows.items()])
 
 

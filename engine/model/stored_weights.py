@@ -21,8 +21,9 @@ from serving_core.sharding import Extent, whole
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """Weights with weight[n, k] = scales[groups[k], n] * (numbers[n, k] - zeros[groups[k], n]), in any order of the
-    groups.
+    """Quantized weights: weight[n, k] = scales[groups[k], n] * (numbers[n, k] - zeros[groups[k], n]).
+
+    The groups may be in any order.
     """
 
     numbers: torch.Tensor  # [N, K] uint8, below 2 ** bits
@@ -32,13 +33,13 @@ class GroupedWeight:
     bits: int
 
     def dense(self) -> torch.Tensor:
-        """Return the weights [N, K], float32."""
+        """Return the dequantized weights [N, K], float32."""
         zeros, scales = self.zeros[self.groups].t(), self.scales[self.groups].t()
         return self.numbers.float().sub_(zeros).mul_(scales)
 
 
 def join(parts: Sequence[GroupedWeight]) -> GroupedWeight | None:
-    """Stack weights of the same inputs along the outputs; None if their groups differ."""
+    """Stack weights of the same inputs along the outputs; return None if their groups of inputs differ."""
     first = parts[0]
     if not all(torch.equal(part.groups, first.groups) for part in parts):
         return None
@@ -52,10 +53,10 @@ def join(parts: Sequence[GroupedWeight]) -> GroupedWeight | None:
 
 
 def matrix_of(weight: GroupedWeight, device: torch.device) -> QuantizedMatrix | None:
-    """Return the weight as a matrix to compute with, or None.
+    """Return the weight on `device` as a matrix to compute with; None if kernels cannot compute with its groups.
 
-    None if the groups are not runs of a multiple of 16 inputs, as with an act-order checkpoint of which a rank holds
-    some inputs.
+    That is so if the groups are not runs of a multiple of 16 inputs, as with an act-order checkpoint of which a rank
+    holds some inputs.
     """
     num_outputs, num_inputs = weight.numbers.shape
     order = torch.argsort(weight.groups, stable=True)
@@ -82,20 +83,22 @@ def matrix_of(weight: GroupedWeight, device: torch.device) -> QuantizedMatrix | 
 
 
 class Reader(Protocol):
-    """Reads the weights of one format."""
+    """Reads the weights of one format of quantized checkpoints."""
 
     def parts(
         self, stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: int, inputs: int
     ) -> list[Part]:
-        """Return the tensors of a module with these total sizes. Raises ModelError for sizes that the format cannot
-        hold.
+        """Return the tensors that store a module's weight, of `outputs` x `inputs` numbers over all ranks.
+
+        `module` is its name in the checkpoint. Raises ModelError for sizes that the format cannot hold.
         """
 
     def read(
         self, stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: Extent, inputs: Extent
     ) -> GroupedWeight:
-        """Return the part of a module's weights within the held outputs and inputs. The caller has checked that the
-        module's tensors match `parts`. Raises ModelError for numbers that are invalid.
+        """Read the part of a module's weight within the held outputs and inputs.
+
+        The caller has checked that the module's tensors match `parts`. Raises ModelError for numbers that are invalid.
         """
 
 
@@ -220,8 +223,9 @@ ZERO: Final = 128  # of W8A8
 
 
 class W8A8Reader:
-    """Reads compressed-tensors checkpoints with 8-bit weights and activations: signed bytes, and a scale for each
-    output.
+    """Reads compressed-tensors checkpoints with 8-bit weights and activations.
+
+    Weights are signed bytes, with one scale for each output.
     """
 
     def parts(
@@ -253,7 +257,7 @@ SCALES: Final = FP8_SCALES[:2]  # the names of a weight's factor; activations st
 
 
 class Fp8Checkpoint(Checkpoint):
-    """A checkpoint some of whose tensors are stored in 8 bits."""
+    """A checkpoint some of whose weights are stored as 8-bit floats, which `read` returns as float32."""
 
     def __init__(self, checkpoint: Checkpoint, stored: StoredQuantization) -> None:
         self._checkpoint = checkpoint
@@ -267,8 +271,9 @@ class Fp8Checkpoint(Checkpoint):
         return shape, "F32" if dtype == FP8 else dtype
 
     def check(self, part: Part) -> None:
-        """Check a tensor as any checkpoint does. Raises ModelError also if a weight's scales are missing or have
-        another shape.
+        """Raise ModelError unless the tensor has the shape and one of the dtypes of `part`.
+
+        A weight of 8-bit floats must also have scales of a matching shape.
         """
         super().check(part)
         shape, dtype = self._checkpoint.describe(part.name)

@@ -57,11 +57,12 @@ class _Target(NamedTuple):
 
 
 class Placement(Protocol):
-    """Weight offload, as the loading of weights sees it."""
+    """Weight offload, as the loading of weights sees it: where each module's weights go."""
 
     def of(self, module: Layer) -> AbstractContextManager[None]:
-        """Provide the memory in which the module is filled and packed. Raises SettingsError if memory or offload space
-        is too small.
+        """Return a context that provides the memory in which the module is filled and packed.
+
+        Raises SettingsError if memory or offload space is too small.
         """
 
 
@@ -77,15 +78,13 @@ def load_weights(
     is_text_part: bool = False,
     shows_progress: bool = True,
 ) -> int:
-    """Fill and pack every parameter of a model built on the meta device, cast to dtype; return the bytes of the
-    weights.
+    """Fill and pack every parameter of a model built on the meta device; return the bytes of the weights.
 
-    `quantization` is a value of --quantization, `stored` the checkpoint's own quantization, `placement` the weight
-    offload, if any; `is_text_part`: the checkpoint has more than text; `shows_progress`: as in LoadProgress.
-
-    Reads only what the parameters take from the files, with little further memory. Before loading anything, raises
-    ModelError if a tensor is missing, unknown, of another shape, or of a dtype other than a 16- or 32-bit float. Each
-    stage checks its own tensors.
+    Weights are cast to dtype. `quantization` is a value of --quantization, `stored` the checkpoint's own quantization,
+    `placement` the weight offload, if any; `is_text_part`: the checkpoint has more than text; `shows_progress`: as in
+    LoadProgress. Reads only what the parameters take from the files, with little further memory. Before loading
+    anything, raises ModelError if a tensor is missing, unknown, of another shape, or of a dtype other than a 16- or
+    32-bit float. Each stage checks its own tensors.
     """
     checkpoint = _open_text(folder, is_text_part=is_text_part)
     if stored is not None and stored.become_floats:
@@ -120,8 +119,9 @@ def load_weights(
 def load_adapters(
     decoder: LlamaDecoder, adapters: Iterable[StoredAdapter], dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Load the adapters of a filled decoder, cast to dtype; return the bytes they take. Raises ModelError if one is
-    damaged.
+    """Load these LoRA adapters into a filled decoder, cast to dtype; return the bytes of all of its adapters.
+
+    Raises ModelError if a file is damaged or holds numbers that are not finite.
     """
     projections = {
         layer: {in_checkpoint(path, name): outputs for name, outputs in layer.parts.items()}
@@ -170,9 +170,10 @@ def _delta_of(
 
 
 def stores_own_head(folder: Path, dtype: torch.dtype, *, is_text_part: bool = False) -> bool:
-    """Return whether a checkpoint stores a head that differs from the embedding once both are cast to this dtype.
+    """Return whether the checkpoint in `folder` stores a head that differs from the embedding, both cast to dtype.
 
-    As in transformers, the model uses such a head even though config.json ties it to the embedding. Raises ModelError.
+    As in transformers, the model uses such a head even though config.json ties it to the embedding. `is_text_part`: the
+    checkpoint has more than text. Raises ModelError if a file cannot be read as what it is.
     """
     checkpoint = _open_text(folder, is_text_part=is_text_part)
     if not {TIED_HEAD, EMBEDDING} <= checkpoint.names():
@@ -189,8 +190,10 @@ def _open_text(folder: Path, *, is_text_part: bool) -> Checkpoint:
 
 
 def open_checkpoint(folder: Path, root: str = "") -> Checkpoint:
-    """Open the tensors of a model folder; names get the prefix `root` if none in the safetensors files has it. Raises
-    ModelError.
+    """Open the tensors of a model folder, safetensors or GGUF.
+
+    Names get the prefix `root` if none in the safetensors files has it. Raises ModelError if a file is not what its
+    name says.
     """
     if not is_gguf(folder):
         return SafetensorsCheckpoint(weight_files(folder), root)
@@ -279,7 +282,7 @@ def _quantized(
 
 
 def in_checkpoint(path: str, name: str) -> str:
-    """Return the checkpoint's name of a module, or, with a name, of a module beside it."""
+    """Return the checkpoint's name of the module at `path`; with `name`, that of the module of this name beside it."""
     if name:
         path = f"{path.rpartition('.')[0]}.{name}".removeprefix(".")
     return path if path == "lm_head" else ROOT + path
@@ -310,6 +313,6 @@ def _is_no_bias(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def spell(names: Sequence[str]) -> str:
-    """Return the first few names, and how many more there are."""
+    """Return the first MOST_NAMES names with commas, and how many more there are."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more

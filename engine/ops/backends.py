@@ -25,8 +25,9 @@ EPS = 1e-5
 
 
 def choose_ops(device: torch.device) -> Ops:
-    """Return the fastest ops of a device: on a CPU the compiled ones; on CUDA Triton kernels if they work and agree
-    with torch's, else torch's.
+    """Return the fastest ops of a device: compiled ones on a CPU, Triton's on CUDA, else torch's.
+
+    Triton's must work and agree with torch's in a trial, which runs once for each device.
     """
     if device.type == "cpu":
         variant = best_variant()

@@ -75,11 +75,11 @@ class Ops:
     """
 
     def is_batch_invariant(self, dtype: torch.dtype) -> bool:
-        """Return whether the bits of a row of this dtype depend on that row alone."""
+        """Return whether the bits of each result row depend on its own row alone, for rows of this dtype."""
         return False
 
     def norm(self, x: torch.Tensor, norm: Norm, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the norm of x [T, E], after adding delta [T, E] times `norm.delta_scale` to x in place, if given."""
+        """Add delta [T, E] times `norm.delta_scale` to x [T, E] in place, if given, and return the norm of x."""
         add_scaled(x, delta, norm.delta_scale)
         return normed(x, norm)
 
@@ -92,7 +92,7 @@ class Ops:
     ) -> torch.Tensor:
         """Norm and rotate the queries and keys of heads [T, H + 2 K, D], and store keys and values in the KV pool.
 
-        Returns the queries [T, H, D]. `heads` must not be used afterwards.
+        Without `norms` they are only rotated. Returns the queries [T, H, D]. `heads` must not be used afterwards.
         """
         num_kv_heads = kv.pool.layout.num_kv_heads
         num_heads = heads.shape[1] - 2 * num_kv_heads
@@ -106,19 +106,19 @@ class Ops:
         return rotated[:, :num_heads]
 
     def rotate(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Return heads [T, N, D] rotated by the tables of their positions, as a new tensor.
+        """Return heads [T, N, D] rotated by their positions' cosines and sines, as a new tensor.
 
         The elements of a pair are half a head apart.
         """
         return rotate(heads, *rotation)
 
     def gate(self, gates_and_ups: torch.Tensor, activation: str = SILU) -> torch.Tensor:
-        """Return the activation of the first half of the columns [T, 2 I], times the second: [T, I]."""
+        """Return [T, I]: the activation of the first half of the columns [T, 2 I], times the second half."""
         gates, ups = gates_and_ups.chunk(2, -1)
         return _activated(gates, activation).mul_(ups)
 
     def route(self, logits: torch.Tensor, num_chosen: int, is_normalized: bool) -> Routing:
-        """Route tokens to experts by logits [T, N]: the softmax in float32, then the likeliest experts.
+        """Choose num_chosen experts for each token: the likeliest by the softmax, in float32, of its logits [T, N].
 
         If `is_normalized`, a token's weights sum to 1. A token's routing depends on that token alone.
         """
@@ -149,16 +149,16 @@ class Ops:
         return mixed.to(rows.dtype)
 
     def cap(self, logits: torch.Tensor, cap: float) -> None:
-        """Replace logits [S, vocab_size] by cap * tanh(logit / cap), in place."""
+        """Replace each of the logits [S, vocab_size] by cap * tanh(logit / cap), in place."""
         logits.copy_(capped(logits.float(), cap))
 
     def likeliest(self, logits: torch.Tensor) -> Likeliest:
-        """Return the maximum of each row of logits [S, vocab_size]."""
+        """Return the maximum of each row of logits [S, vocab_size], and the token that has it."""
         highest, tokens = logits.max(dim=-1)
         return highest.float(), tokens
 
     def sample(self, logits: torch.Tensor, highest: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
-        """Return the tokens sampled from rows of logits [S, vocab_size], int64 [len(samplings)].
+        """Sample a token for each of `samplings` from its row of logits [S, vocab_size]; int64 [len(samplings)].
 
         `highest` [S], float32, holds the maximum of each row; a row without a finite maximum gets any token. A token
         depends on its own row alone, and never has the logit -inf.
@@ -166,7 +166,7 @@ class Ops:
         return sample_rows(logits, highest, samplings)
 
     def log_totals(self, logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Return, for each of these rows, the logarithm of the sum of e^logit, float64 [len(rows)].
+        """Return the logarithm of the sum of e^logit of each row that `rows` numbers, float64 [len(rows)].
 
         `logits` and `highest` are as in `sample`; each row is independent of the others. A row without a finite maximum
         gets NaN.
@@ -175,13 +175,16 @@ class Ops:
 
 
 def add_scaled(x: torch.Tensor, delta: torch.Tensor | None, scale: float) -> None:
-    """Add a delta, if given, times `scale` to x. (Not with add's alpha, which is rounded to their dtype.)"""
+    """Add delta times `scale` to x in place; do nothing if delta is None.
+
+    (Not with add's alpha, which is rounded to their dtype.)
+    """
     if delta is not None:
         x.add_(delta if scale == 1 else delta * scale)
 
 
 def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """Compute `Ops.norm` without a delta."""
+    """Return the norm of x [T, E] in the dtype of x, computed in the weights' dtype if that differs."""
     weight, eps = norm.weight, norm.eps
     if weight.dtype != x.dtype:
         return normed(x.float(), norm).to(x.dtype)

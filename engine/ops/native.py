@@ -18,10 +18,9 @@ ACTIVATIONS: Final = {SILU: 0, GELU_TANH: 1}
 
 
 class NativeOps(Ops):
-    """The native CPU backend: float32 and bfloat16 with one call each, other dtypes with torch. Rounds where torch
-    does.
+    """The native CPU backend: one call for each op in float32 and bfloat16, torch for other dtypes.
 
-    The bits of a row depend neither on the other rows nor on torch's number of threads.
+    Rounds where torch does. The bits of a row depend neither on the other rows nor on torch's number of threads.
     """
 
     def __init__(self, variant: str) -> None:
@@ -56,7 +55,10 @@ class NativeOps(Ops):
     def rotate_and_store(
         self, heads: torch.Tensor, rotation: Rotation, kv: KVSlots, norms: HeadNorms | None = None
     ) -> torch.Tensor:
-        """Compute Ops.rotate_and_store. Raises IndexError, and writes nothing, if a slot is outside the pool."""
+        """Norm, rotate and store as Ops.rotate_and_store does.
+
+        Raises IndexError, and writes nothing, for a slot outside the pool.
+        """
         pool = kv.pool
         element, num_kv_heads = ELEMENTS.get(heads.dtype), pool.layout.num_kv_heads
         num_rows, num_all_heads, head_dim = heads.shape
@@ -121,7 +123,7 @@ class NativeOps(Ops):
         return highest, tokens
 
     def sample(self, logits: torch.Tensor, highest: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
-        """Compute Ops.sample."""
+        """Sample a token for each of `samplings`, as Ops.sample does."""
         if logits.dtype not in ELEMENTS or logits.stride(1) != 1:
             return super().sample(logits, highest, samplings)
         return self._sampled(logits, highest, samplings)[0]
@@ -203,18 +205,21 @@ class NativeOps(Ops):
         output: torch.Tensor,
         delta: torch.Tensor | None = None,
     ) -> None:
-        """Append `norm` to a program, for float32 or bfloat16 rows. The output may be x itself."""
+        """Append to `program` the op `norm` of x into `output`, for float32 or bfloat16 rows.
+
+        The output may be x itself.
+        """
         self._record(program, _native_norm(x, norm, output, delta))
 
     def record_add_norm(self, program: NativeProgram, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> None:
-        """Append `add_norm` to a program, for float32 or bfloat16 rows."""
+        """Append to `program` the op `add_norm`, which adds the norm of delta to x, for float32 or bfloat16 rows."""
         self._record(program, _native_norm(delta, norm, x, increases=True))
 
     def _record(self, program: NativeProgram, norm: NativeNorm) -> None:
         program.add(self._library.add_norm, self._kernel, ctypes.addressof(norm))
 
     def record_sum(self, program: NativeProgram, x: torch.Tensor, delta: torch.Tensor) -> None:
-        """Append x += delta to a program, for contiguous float32 or bfloat16 rows."""
+        """Append x += delta to `program`, for contiguous float32 or bfloat16 rows."""
         kind = (ELEMENTS[x.dtype], x.shape[1])
         program.add(self._library.add_sum, self._kernel, *kind, x.data_ptr(), delta.data_ptr())
 
@@ -226,8 +231,9 @@ class NativeOps(Ops):
         kv: KVSlots,
         norms: HeadNorms | None,
     ) -> None:
-        """Append `rotate_and_store` to a program, for an unquantized pool. A run does nothing if one of its slots is
-        outside the pool.
+        """Append to `program` the op `rotate_and_store`, for an unquantized pool.
+
+        A run of the program does nothing if one of its slots is outside the pool.
         """
         store, pool = _head_store(heads, rotation, kv, norms), kv.pool
         num_slots = pool.num_blocks * pool.layout.block_size
@@ -236,7 +242,7 @@ class NativeOps(Ops):
     def record_gate(
         self, program: NativeProgram, gates_and_ups: torch.Tensor, output: torch.Tensor, activation: str = SILU
     ) -> None:
-        """Append `gate` to a program, for contiguous float32 or bfloat16 rows."""
+        """Append to `program` the op `gate` into `output`, for contiguous float32 or bfloat16 rows."""
         program.add(
             self._library.add_gate,
             self._kernel,
@@ -249,7 +255,7 @@ class NativeOps(Ops):
         )
 
     def record_cap(self, program: NativeProgram, logits: torch.Tensor, cap: float) -> None:
-        """Append `cap` to a program, for contiguous float32 or bfloat16 rows."""
+        """Append to `program` the op `cap`, which changes contiguous float32 or bfloat16 rows of logits in place."""
         kind = (ELEMENTS[logits.dtype], logits.shape[1])
         program.add(
             self._library.add_cap, self._kernel, *kind, logits.data_ptr(), logits.shape[1] * logits.itemsize, cap
@@ -258,7 +264,10 @@ class NativeOps(Ops):
     def record_search(
         self, program: NativeProgram, logits: torch.Tensor, highest: torch.Tensor, tokens: torch.Tensor
     ) -> None:
-        """Append `likeliest` to a program, for contiguous float32 or bfloat16 rows; results are float32 and int64."""
+        """Append to `program` the op `likeliest` of the logits into `highest` (float32) and `tokens` (int64).
+
+        Rows are contiguous, float32 or bfloat16.
+        """
         kind, stride = (ELEMENTS[logits.dtype], logits.shape[1]), logits.shape[1] * logits.itemsize
         where = logits.data_ptr(), stride, highest.data_ptr(), tokens.data_ptr()
         program.add(self._library.add_search, self._kernel, *kind, *where)

@@ -23,8 +23,9 @@ class RotaryEmbedding:
         self._factor = rope.attention_factor if isinstance(rope, YarnRope) else 1.0
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """Return, for positions [T], cosines and sines [T, 1, head_dim], the first half of the sines negated for
-        `rotate`.
+        """Return the cosines and sines, each [T, 1, head_dim] in `dtype`, of positions [T].
+
+        The first half of the sines is negated, as `rotate` needs.
         """
         angles = positions.unsqueeze(-1).float() * self._inverse_frequencies
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
@@ -32,8 +33,9 @@ class RotaryEmbedding:
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate heads [T, H, head_dim] by the angles of `RotaryEmbedding.tables`; the elements of a pair are half a head
-    apart.
+    """Return heads [T, H, head_dim] rotated by the two tables of `RotaryEmbedding.tables`.
+
+    The elements of a pair are half a head apart.
     """
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), signed_sin)
 
@@ -51,7 +53,7 @@ def head_order(head_dim: int, rotary_dim: int, are_neighbours: bool) -> list[int
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Return the radians per position of each pair: [head_dim / 2] float32 in host memory.
+    """Return the radians per position of each pair of elements: [head_dim / 2] float32 in host memory.
 
     Rounded exactly as in transformers: at position 100,000 one unit in the last place is a thousandth of a radian.
     """

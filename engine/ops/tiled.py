@@ -38,7 +38,7 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Tiling:
-    """Tile sizes for one device and dtype; each shape is tried once."""
+    """Finds the tile sizes of products on one device and in one dtype; each shape is tried once."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -46,7 +46,10 @@ class Tiling:
         self._sizes: dict[Hashable, tuple[int, ...]] = {}
 
     def tiled(self, product: Rows, num_inputs: int, kind: Hashable) -> Rows:
-        """Return the product in tiles. Products of one kind with equal numbers of inputs have equal shapes and code."""
+        """Return `product`, computed in tiles of numbers of rows at which a row's bits are the same.
+
+        `kind` stands for the product's code and other sizes: products of one kind and num_inputs share a trial.
+        """
         key = (num_inputs, kind)
         if key not in self._sizes:
             self._sizes[key] = agreeing_sizes(product, telling_rows(product, num_inputs, self._dtype, self._device))
@@ -54,17 +57,16 @@ class Tiling:
 
 
 def random_rows(num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return random rows [NUM_PROBES, num_columns] for trials, the same each time."""
+    """Return the same random rows [NUM_PROBES, num_columns] each time, for trials."""
     return _random(num_columns).to(device, dtype)
 
 
 @torch.inference_mode()
 def telling_rows(product: Rows, num_inputs: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return rows [NUM_PROBES, num_inputs], the same each time, at which some outputs of a product nearly cancel, so
-    that the order of its sums shows.
+    """Return trial rows [NUM_PROBES, num_inputs] at which some outputs of `product` nearly cancel; the same each time.
 
-    With few bits a row approaches cancellation only by chance, so the best of many are taken: otherwise the rounding of
-    the output would hide the order.
+    So a different order of sums shows in the bits. With few bits a row approaches cancellation only by chance, so the
+    best of many are taken: otherwise the rounding of the output would hide the order.
     """
     unit_rows = torch.split(torch.eye(num_inputs, dtype=dtype, device=device), max(TILE_ROWS))
     num_cancelled = min(MAX_CANCELLED, max(1, num_inputs // 2))
@@ -88,9 +90,9 @@ def _random(num_columns: int, num_rows: int = NUM_PROBES) -> torch.Tensor:
 
 @torch.inference_mode()
 def agreeing_sizes(function: Rows, probes: torch.Tensor) -> tuple[int, ...]:
-    """Return the TILE_ROWS, ascending, at which a row has the same bits at all places and at all these sizes.
+    """Return the numbers of rows among TILE_ROWS, ascending, at which a row has the same bits at all places.
 
-    They agree with the largest size that has equal bits at all places. `probes` [rows, inputs] are the trial rows.
+    They also agree with the largest such number. `probes` [rows, inputs] are the trial rows. (1,) if none is found.
     """
     found: dict[int, torch.Tensor] = {}
     for size in TILE_ROWS:
@@ -104,7 +106,7 @@ def agreeing_sizes(function: Rows, probes: torch.Tensor) -> tuple[int, ...]:
 
 
 def in_tiles(function: Rows, x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Return function(x), computed in tiles of these ascending numbers of rows."""
+    """Return function(x), computed in tiles whose numbers of rows are among `sizes`, ascending."""
     parts, first = [], 0
     while first < x.shape[0]:
         left = x.shape[0] - first
@@ -150,7 +152,7 @@ class TiledOps(Ops):
         return self._in_tiles(name, lambda tile: normed(tile, norm), rows).view(x.shape)
 
     def rotate(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Rotate with products and a sum that are each rounded separately, so that the result is unique."""
+        """Rotate heads as Ops.rotate does; products and the sum are each rounded, so that the result is unique."""
         cosines, signed_sines = (each.float() for each in rotation)
         exact = heads.float()
         turned = exact.roll(heads.shape[-1] // 2, -1) * signed_sines
@@ -173,11 +175,11 @@ class Rotary(Protocol):
     """Computes the cosines and sines of positions."""
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """Return the tables, as RotaryEmbedding does."""
+        """Return the cosines and sines of positions [T], as RotaryEmbedding.tables does."""
 
 
 class TiledRotary:
-    """The tables of another rotation, computed in tiles."""
+    """Computes the cosines and sines of another Rotary in tiles, so that a row's bits do not depend on other rows."""
 
     def __init__(self, rotary: Rotary, device: torch.device) -> None:
         self._rotary = rotary
@@ -185,7 +187,7 @@ class TiledRotary:
         self._sizes: dict[torch.dtype, tuple[int, ...]] = {}
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """Return the tables, as RotaryEmbedding does."""
+        """Return the cosines and sines of positions [T], as RotaryEmbedding.tables does."""
 
         def both(tile: torch.Tensor) -> torch.Tensor:
             return torch.cat(self._rotary.tables(tile.flatten(), dtype), -1).flatten(1)
@@ -197,5 +199,5 @@ class TiledRotary:
 
 
 def batch_invariant_ops(ops: Ops, dtype: torch.dtype) -> Ops:
-    """Return these ops if they are batch-invariant, else tiled ones."""
+    """Return `ops` if they are batch-invariant for rows of dtype, else TiledOps."""
     return ops if ops.is_batch_invariant(dtype) else TiledOps()

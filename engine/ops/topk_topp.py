@@ -22,7 +22,7 @@ not below have the needed mass; 0 where it is 0.
 
 
 class RowSampling(NamedTuple):
-    """How one token is sampled from a row of logits.
+    """How one token is sampled from the row number `row` of logits.
 
     The weight of a token is e^((logit - highest) / temperature). A token stays if its weight is at least min_p, at
     least the top_k-th largest, and in the nucleus of the remaining tokens: the likeliest that hold top_p of the mass.
@@ -43,7 +43,10 @@ def sample_rows(
     samplings: Sequence[RowSampling],
     in_nuclei: LeastInNuclei | None = None,
 ) -> torch.Tensor:
-    """Compute `Ops.sample`. Without `in_nuclei`, which changes no bit, weights are sorted."""
+    """Sample a token for each of `samplings`, as Ops.sample does.
+
+    `in_nuclei` finds the nucleus (top_p) without sorting; None: weights are sorted, with the same result.
+    """
     pieces = _pieces(logits, samplings)
     return torch.cat(
         [
@@ -54,7 +57,7 @@ def sample_rows(
 
 
 def log_totals(logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Compute `Ops.log_totals`."""
+    """Return the logarithm of the sum of e^logit for each of `rows`, as Ops.log_totals does."""
     return torch.cat([_log_totals(*_chosen(logits, highest, piece)) for piece in _pieces(logits, rows)])
 
 

@@ -32,9 +32,10 @@ def find_edges(  # type: ignore[no-untyped-def]
     HIGHEST: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Find the largest number of one row such that all weights not below have the needed mass; 0 if none is needed.
+    """Write to `edges` the least weight of one row's nucleus: the weights not below it have the mass `needed`.
 
-    Positive floats are ordered like their bits, which are determined one by one.
+    It is the largest number for which that is so; 0 if no mass is needed. Positive floats are ordered like their bits,
+    which are determined one by one. A weight's mass is an integer, MASS times the weight.
     """
     row = tl.program_id(0).to(tl.int64)
     need = tl.load(needed + row)
@@ -54,7 +55,10 @@ def find_edges(  # type: ignore[no-untyped-def]
 
 
 def least_in_nuclei(weights: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
-    """Compute LeastInNuclei."""
+    """Return the least weight [R, 1] of each row's nucleus, given weights [R, V] and needed masses [R, 1].
+
+    A LeastInNuclei (engine/ops/topk_topp.py), computed by find_edges.
+    """
     edges = torch.empty_like(needed, dtype=torch.float32)
     with torch.cuda.device(weights.device):
         find_edges[(len(weights),)](
@@ -83,7 +87,10 @@ ROOT_2_OVER_PI: Final = 0.7978845608028654
 
 @triton.jit  # type: ignore[untyped-decorator]
 def normed(x, weight, num_columns, eps, CENTERS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the norm of rows x [R, C], float32, of which num_columns columns are not zero padding."""
+    """Return the norm of rows x [R, C], float32, of which num_columns columns are not zero padding.
+
+    CENTERS: the mean is subtracted first.
+    """
     if CENTERS:
         x = x - (tl.sum(x, 1) / num_columns)[:, None]
         x = tl.where(tl.arange(0, x.shape[1])[None, :] < num_columns, x, 0.0)
@@ -106,7 +113,10 @@ def norm_rows(  # type: ignore[no-untyped-def]
     CENTERS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Add delta, if given, to one row of x, and write its norm to outputs."""
+    """Write the norm of one row of x to `outputs`, after adding delta to x in place if HAS_DELTA.
+
+    IS_SCALED: delta is multiplied by delta_scale first.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = columns < num_columns
@@ -130,7 +140,7 @@ def norm_rows(  # type: ignore[no-untyped-def]
 def add_norm_rows(  # type: ignore[no-untyped-def]
     x, delta, weight, x_stride, delta_stride, num_columns, eps, COLUMNS: tl.constexpr
 ) -> None:
-    """Add the norm of one row of delta to x."""
+    """Add the norm of one row of delta to the same row of x, in place."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = columns < num_columns
@@ -169,7 +179,7 @@ def rotate_and_store_heads(  # type: ignore[no-untyped-def]
 ) -> None:
     """Norm and rotate HEADS heads of one token; write queries to `queries`, keys and values to the KV pool.
 
-    Each element is rotated with the one half a head apart.
+    Each element is rotated with the one half a head apart. HAS_NORMS: queries and keys are normed first.
     """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -204,7 +214,7 @@ def rotate_and_store_heads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def head_weights(query_weight, key_weight, columns, is_query, is_column):  # type: ignore[no-untyped-def]
-    """Return the weights of each head's norm."""
+    """Return the norm weights of each head, float32: the queries' where is_query, else the keys'."""
     of_queries = tl.load(query_weight + columns, mask=is_column, other=0.0).to(tl.float32)
     of_keys = tl.load(key_weight + columns, mask=is_column, other=0.0).to(tl.float32)
     return tl.where(is_query, of_queries, of_keys)
@@ -220,7 +230,7 @@ def gate_rows(  # type: ignore[no-untyped-def]
     ROOT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Compute COLUMNS of one row: the activation of gates times ups."""
+    """Write COLUMNS numbers of one row to `outputs`: the activation of its gates (GELU or SiLU) times its ups."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < num_columns
