@@ -19,18 +19,21 @@ class Memory(Protocol):
     """A source of memory for tensors."""
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return uninitialized bytes, aligned to ALIGNMENT. Raises OSError if memory is short."""
+        """Return num_bytes uninitialized bytes (1-D uint8), aligned to ALIGNMENT. Raises OSError if memory is short."""
 
 
 class HugeMemory:
-    """Allocates tensors in huge pages. A chunk's memory is freed with the last tensor in it."""
+    """Allocates tensors in huge pages, small tensors together in one chunk.
+
+    A chunk's memory is freed with the last tensor in it. Threads may share this object.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return uninitialized bytes, aligned to ALIGNMENT. Raises OSError if memory is short."""
+        """Return num_bytes uninitialized bytes (1-D uint8), aligned to ALIGNMENT. Raises OSError if memory is short."""
         if not _HAS_HUGE_PAGES:
             return torch.empty(num_bytes, dtype=torch.uint8)
         reserved = -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -45,7 +48,11 @@ class HugeMemory:
 
 
 def huge_chunk(num_bytes: int) -> torch.Tensor:
-    """Return bytes that start with a huge page. A page takes memory once it is written."""
+    """Map num_bytes of memory, which begin with a huge page, and return them as a 1-D uint8 tensor.
+
+    A page takes memory once it is written. Where the kernel has no huge pages, they are small. Raises OSError if memory
+    cannot be mapped.
+    """
     memory = mmap.mmap(-1, num_bytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages uses small ones
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -74,7 +81,10 @@ def weight_memory() -> Memory:
 
 @contextlib.contextmanager
 def weights_in(memory: Memory) -> Iterator[None]:
-    """Place weights that are packed within the context in `memory`. Use in the thread that loads them."""
+    """Return a context in which weights that are packed are placed in `memory`.
+
+    Use it in the thread that loads them.
+    """
     global _for_weights
     before, _for_weights = _for_weights, memory
     try:

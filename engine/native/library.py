@@ -33,7 +33,7 @@ F = TypeVar("F")
 
 
 class Plan(ctypes.Structure):
-    """Plan in native/attention.h."""
+    """The C structure Plan of native/attention.h."""
 
     _fields_ = [
         ("num_heads", ctypes.c_int32),
@@ -62,7 +62,7 @@ class Plan(ctypes.Structure):
 
 
 class NativeLibrary:
-    """The functions of the compiled library."""
+    """The compiled attention functions."""
 
     def __init__(self, path: Path) -> None:
         """Load the file. Raises OSError if it cannot be loaded or has another version."""
@@ -92,15 +92,19 @@ class NativeLibrary:
             raise OSError(f"{path.name} is of another version: install the package again")
 
     def kernel(self, variant: str, pool_dtype: str, query_dtype: str) -> int | None:
-        """Return the address of the kernel for these dtypes; None if the CPU or the variant does not support it."""
+        """Return the address of the attention kernel of this variant and these dtypes (names in ELEMENTS).
+
+        None if the CPU or the variant does not support them.
+        """
         address: int | None = self._native_kernel(variant.encode(), ELEMENTS[pool_dtype], ELEMENTS[query_dtype])
         return address
 
 
 @functools.cache
 def load(functions: Callable[[Path], F]) -> F | None:
-    """Return the library's functions that a class declares, given its path; None, with a line in the log, if it was not
-    built or does not match.
+    """Return an object of `functions`, a class that declares C functions, made with the path of the compiled library.
+
+    Returns None, and logs why, if the library was not built or does not match. The result is cached.
     """
     path = library_path()
     if path is None:
@@ -114,22 +118,22 @@ def load(functions: Callable[[Path], F]) -> F | None:
 
 
 def library_path() -> Path | None:
-    """Return the library's file, if it was built."""
+    """Return the path of the compiled library; None if it was not built."""
     folder = Path(__file__).parent
     paths = (folder / (_FILE_STEM + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
     return next((path for path in paths if path.exists()), None)
 
 
 def native_library() -> NativeLibrary | None:
-    """Return this installation's attention kernels, if built."""
+    """Return this installation's attention kernels; None if they were not built or cannot be used."""
     return load(NativeLibrary)
 
 
 class Kernels(Protocol):
-    """A class for `load` whose kernels are selected by variant."""
+    """The functions of a library whose kernels are selected by variant."""
 
     def kernel(self, variant: str) -> int | None:
-        """Return the address of a variant; None if the CPU does not support it."""
+        """Return the address of the kernel of this variant; None if the CPU does not support it."""
 
 
 def best_variant(kernels: Kernels | None, variant_of: Mapping[str, str]) -> str | None:
@@ -149,7 +153,11 @@ class UnknownVariant(SettingsError, ValueError):
 
 
 def wanted_variants() -> tuple[str, ...]:
-    """Return the allowed VARIANTS, best first. Raises UnknownVariant."""
+    """Return the VARIANTS that SPLITSERVE_NATIVE allows, best first.
+
+    That is all of them if it is unset, the one that it names, or none if it is "off". Raises UnknownVariant if it names
+    something else.
+    """
     name = os.environ.get(ENVIRONMENT, "")
     if name == OFF:
         return ()

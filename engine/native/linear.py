@@ -28,7 +28,7 @@ SLICE_OUTPUTS: Final = 16 * PANEL_OUTPUTS  # packed by a thread at a time: panel
 
 
 class Matrix(ctypes.Structure):
-    """DenseMatrix in native/dense.h."""
+    """The C structure DenseMatrix of native/dense.h."""
 
     _fields_ = [
         ("num_inputs", ctypes.c_int32),
@@ -41,7 +41,7 @@ class Matrix(ctypes.Structure):
 
 
 class DenseLibrary:
-    """The functions of the compiled library."""
+    """The compiled functions for products with dense weights."""
 
     def __init__(self, path: Path) -> None:
         """Load the file. Raises OSError if it cannot be loaded or has another version."""
@@ -67,20 +67,20 @@ class DenseLibrary:
             raise OSError(f"{path.name} is of another version: install the package again")
 
     def kernel(self, variant: str, dtype: torch.dtype) -> int | None:
-        """Return the address of a variant for a dtype of ELEMENTS; None if the CPU does not support it."""
+        """Return the address of this variant's kernel for a dtype of ELEMENTS; None if the CPU does not support it."""
         address: int | None = self._kernel(variant.encode(), ELEMENTS[dtype])
         return address
 
 
 def dense_library() -> DenseLibrary | None:
-    """Return the products of this installation's library, if built."""
+    """Return the compiled functions for dense products; None if they were not built or cannot be used."""
     return native_library.load(DenseLibrary)
 
 
 def best_variant(dtype: torch.dtype) -> str | None:
-    """Return the best variant, of those that SPLITSERVE_NATIVE allows, that has products for a dtype; None if none has.
+    """Return the best variant, of those that SPLITSERVE_NATIVE allows, that multiplies weights of this dtype.
 
-    Raises UnknownVariant if SPLITSERVE_NATIVE names an unknown variant.
+    None if there is none. Raises UnknownVariant if SPLITSERVE_NATIVE names an unknown variant.
     """
     library = dense_library()
     for name in native_library.wanted_variants():
@@ -97,7 +97,7 @@ class DenseMatrix:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Copy the weights. Raises ValueError if `best_variant` is None."""
+        """Copy the weights into the packed form. Raises ValueError if `best_variant` of their dtype is None."""
         library, variant = dense_library(), best_variant(weight.dtype)
         if library is None or variant is None:
             raise ValueError(f"there is no kernel for {weight.dtype} weights here")
@@ -127,8 +127,9 @@ class DenseMatrix:
         return self._weights.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Return the weights of outputs [T] int64: [T, num_inputs]. Raises IndexError for an output that does not
-        exist.
+        """Return the weights [T, num_inputs] of the outputs whose numbers are outputs [T], int64.
+
+        Raises IndexError for an output that does not exist.
         """
         outputs = outputs.contiguous()
         assert outputs.dtype == torch.int64
@@ -139,7 +140,10 @@ class DenseMatrix:
         return found
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply x [T, num_inputs] -> [T, num_outputs], both of the weights' dtype."""
+        """Multiply x [T, num_inputs] by the weights, add the bias, and return [T, num_outputs].
+
+        All have the weights' dtype.
+        """
         assert (x.dtype, x.shape[1]) == (self.dtype, self.num_inputs)
         if x.stride(1) != 1:
             x = x.contiguous()
@@ -149,8 +153,9 @@ class DenseMatrix:
         return outputs
 
     def record(self, program: NativeProgram, x: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Append the product of the rows of x to a program; x and outputs have the weights' dtype and are
-        contiguous.
+        """Append to `program` the product of the rows of x into `outputs`.
+
+        Both have the weights' dtype and are contiguous.
         """
         row_bytes = self.num_inputs * x.itemsize
         program.add(self._library.add, self._address, x.data_ptr(), row_bytes, outputs.data_ptr())

@@ -23,7 +23,7 @@ _VARIANT_OF: Final = {
 
 
 class Matrix(ctypes.Structure):
-    """Matrix in native/linear.h."""
+    """The C structure Matrix of native/linear.h."""
 
     _fields_ = [
         ("num_inputs", ctypes.c_int32),
@@ -41,7 +41,7 @@ class Matrix(ctypes.Structure):
 
 
 class LinearLibrary:
-    """The functions of the compiled library."""
+    """The compiled functions for products with quantized weights."""
 
     def __init__(self, path: Path) -> None:
         """Load the file. Raises OSError if it cannot be loaded or has another version."""
@@ -64,16 +64,19 @@ class LinearLibrary:
             raise OSError(f"{path.name} is of another version: install the package again")
 
     def kernel(self, variant: str) -> int | None:
-        """Return the address of one of VARIANTS; None if the CPU does not support it."""
+        """Return the address of the kernel of one of VARIANTS; None if the CPU does not support it."""
         address: int | None = self._kernel(variant.encode())
         return address
 
 
 def linear_library() -> LinearLibrary | None:
-    """Return the products of this installation's library, if built."""
+    """Return the compiled functions for quantized products; None if they were not built or cannot be used."""
     return native_library.load(LinearLibrary)
 
 
 def best_variant() -> str | None:
-    """Return the variant for products; None without native kernels. Raises UnknownVariant."""
+    """Return the best of VARIANTS for quantized products on this CPU; None without native kernels.
+
+    Raises UnknownVariant if SPLITSERVE_NATIVE names an unknown variant.
+    """
     return native_library.best_variant(linear_library(), _VARIANT_OF)

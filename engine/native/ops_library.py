@@ -90,7 +90,7 @@ class SamplingBatch(ctypes.Structure):
 
 
 class OpsLibrary:
-    """The functions of the compiled library."""
+    """The compiled functions for the ops."""
 
     def __init__(self, path: Path) -> None:
         """Load the file. Raises OSError if it cannot be loaded or has another version."""
@@ -141,19 +141,19 @@ class OpsLibrary:
             raise OSError(f"{path.name} is of another version: install the package again")
 
     def kernel(self, variant: str) -> int | None:
-        """Return the address of one of VARIANTS; None if the CPU does not support it."""
+        """Return the address of the kernels of one of VARIANTS; None if the CPU does not support it."""
         address: int | None = self._kernel(variant.encode())
         return address
 
 
 def ops_library() -> OpsLibrary | None:
-    """Return the ops of this installation's library; None if it was not built or cannot be used.
-
-    The log tells the reason for None.
-    """
+    """Return the compiled functions for the ops; None, with the reason in the log, if they cannot be used."""
     return native_library.load(OpsLibrary)
 
 
 def best_variant() -> str | None:
-    """Return the variant for ops; None without native kernels. Raises UnknownVariant."""
+    """Return the best of VARIANTS for ops on this CPU; None without native kernels.
+
+    Raises UnknownVariant if SPLITSERVE_NATIVE names an unknown variant.
+    """
     return native_library.best_variant(ops_library(), _VARIANT_OF)

@@ -15,13 +15,16 @@ _SHARED_ELEMENTS: Final = 2**14  # fewer are done sooner than another thread wak
 
 
 def threads() -> tuple[int | None, int]:
-    """Return the function that runs torch's threads, and their number."""
+    """Return the address of the function that runs torch's threads, and how many threads torch uses.
+
+    (None, 1) if torch uses a single thread.
+    """
     num_threads = torch.get_num_threads()
     return (parallel_function(), num_threads) if num_threads > 1 else (None, 1)
 
 
 def threads_for(num_elements: int) -> tuple[int | None, int]:
-    """Return the function that runs threads, and as many threads as num_elements elements are worth."""
+    """Return what `threads` does if num_elements are worth more than one thread; else (None, 1)."""
     return threads() if num_elements >= _SHARED_ELEMENTS else (None, 1)
 
 
@@ -52,7 +55,7 @@ def _loaded_openmp() -> list[str]:
 
 
 class ProgramLibrary:
-    """The functions of the compiled library."""
+    """The compiled functions for programs."""
 
     def __init__(self, path: Path) -> None:
         """Load the file. Raises AttributeError if it has an older version."""
@@ -70,18 +73,21 @@ class ProgramLibrary:
 
 
 def program_library() -> ProgramLibrary | None:
-    """Return the programs of this installation's library, if built."""
+    """Return the compiled functions for programs; None if they were not built or cannot be used."""
     return native_library.load(ProgramLibrary)
 
 
 class NativeProgram:
-    """A sequence of operations on the same rows; each begins when the one before is complete.
+    """A sequence of operations on the same rows, run in one call; each begins when the one before is complete.
 
     The caller that appends an operation must keep the memory that it uses alive as long as the program.
     """
 
     def __init__(self, capacity: int, most_rows: int) -> None:
-        """Create an empty program. Raises ValueError without native kernels."""
+        """Create an empty program for `capacity` operations on at most most_rows rows.
+
+        Raises ValueError without native kernels.
+        """
         library = program_library()
         if library is None:
             raise ValueError("the native kernels are not there")
@@ -93,12 +99,15 @@ class NativeProgram:
         library.start(self._address, capacity)
 
     def add(self, function: Callable[..., int], *arguments: Any) -> None:
-        """Call a library function that appends operations to the program, its first argument."""
+        """Call a library function that appends operations: it gets this program's address, then `arguments`.
+
+        Raises ValueError if the program is full.
+        """
         if function(self._address, *arguments):
             raise ValueError("the program is full")
 
     def scratch(self, num_bytes: int) -> torch.Tensor:
-        """Return memory that one operation may fill for the next; all calls share it."""
+        """Return at least num_bytes of memory that one operation may fill for the next; all calls share it."""
         for memory in self._scratch:
             if memory.nbytes >= num_bytes:
                 return memory
@@ -106,9 +115,9 @@ class NativeProgram:
         return self._scratch[-1]
 
     def run(self, num_rows: int) -> bool:
-        """Run all operations for num_rows rows, with torch's number of threads.
+        """Run all operations for num_rows rows, with torch's number of threads; return whether they were run.
 
-        Returns False, with nothing computed, if an operation cannot begin.
+        False, with nothing computed, if an operation cannot begin.
         """
         assert 0 < num_rows <= self.most_rows
         failed: int = self._library.run(self._address, *threads(), num_rows)

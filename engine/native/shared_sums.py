@@ -70,7 +70,7 @@ class _Functions:
 
 
 class SharedSums:
-    """This rank's end.
+    """One rank's end of the memory through which the ranks of a machine sum and gather.
 
     All ranks call the same methods in the same order with tensors of the same shapes, contiguous and on the CPU. A call
     raises RankLost if a peer does not answer in time or has ended; the object cannot be used afterwards.
@@ -88,27 +88,30 @@ class SharedSums:
         self._address = ctypes.addressof(self._view)
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether tensors of this kind can be summed; the same on every rank."""
+        """Return whether the tensor can be summed here (contiguous, a dtype of ELEMENTS); the same on every rank."""
         return tensor.dtype in ELEMENTS and tensor.is_contiguous()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum as RankGroup.all_reduce does, in rank order."""
+        """Replace the tensor on every rank, in place, by its sum over the ranks, added in rank order."""
         self._add(tensor, 0, tensor.numel(), tensor)
 
     def reduce_scatter(self, tensor: torch.Tensor, own: range) -> torch.Tensor:
-        """Return rows `own` [own, E] of the sum."""
+        """Return the rows `own`, [len(own), E], of the sum of a tensor [T, E] over the ranks."""
         sums = tensor.new_empty(len(own), tensor.shape[1])
         self._add(tensor, own.start * tensor.shape[1], own.stop * tensor.shape[1], sums)
         return sums
 
     def gather(self, local: torch.Tensor, num_bytes: Sequence[int], gathered: torch.Tensor | None) -> None:
-        """Gather num_bytes[rank] bytes of each rank, concatenated in `gathered` where it is given."""
+        """Send num_bytes[rank] bytes of `local`; write those of all ranks, in rank order, to `gathered`.
+
+        A rank that passes None as `gathered` only sends.
+        """
         sizes = (ctypes.c_int64 * len(num_bytes))(*num_bytes)
         place = None if gathered is None else gathered.data_ptr()
         self._check(self._functions.gather(self._address, local.data_ptr(), ctypes.addressof(sizes), place))
 
     def close(self) -> None:
-        """Release the memory. No method may be called afterwards."""
+        """Close the handles of the peers' processes; no method may be called afterwards."""
         for peer in self._view.peers[: self._view.size]:
             _close(peer)
 
@@ -124,10 +127,10 @@ class SharedSums:
 
 
 def share(ranks: Exchange, patience_s: float) -> SharedSums | None:
-    """Return the ends of memory that all ranks share, or None on every rank.
+    """Set up memory that all ranks share, and return this rank's end; or None on every rank.
 
     None if the ranks are on several machines, or one lacks compiled kernels. Call on all ranks. `patience_s` is the
-    longest wait for a peer.
+    longest wait for a peer, in seconds.
     """
     can_share = hasattr(os, "memfd_create") and ranks.size <= MOST_RANKS and wanted_variants()
     functions = load(_Functions) if can_share else None

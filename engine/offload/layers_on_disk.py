@@ -29,14 +29,14 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class LayerMemory:
-    """Allocates the tensors of one layer, in chunks that hold nothing else."""
+    """Allocates the tensors of one layer, in chunks that hold no other layer's."""
 
     def __init__(self) -> None:
         self._chunks: list[torch.Tensor] = []
         self._used_bytes: list[int] = []  # by chunk
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return uninitialized bytes, aligned to ALIGNMENT. Raises OSError if memory is short."""
+        """Return num_bytes uninitialized bytes (1-D uint8), aligned to ALIGNMENT. Raises OSError if memory is short."""
         reserved = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if not self._chunks or self._used_bytes[-1] + reserved > self._chunks[-1].nbytes:
             self._chunks.append(huge_chunk(max(reserved, CHUNK_BYTES)))
@@ -46,7 +46,7 @@ class LayerMemory:
         return self._chunks[-1][start : start + num_bytes]
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy in this memory."""
+        """Return a copy of the tensor in this memory."""
         copy = self.empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         return copy.copy_(tensor)
 
@@ -55,22 +55,25 @@ class LayerMemory:
         return sum(chunk.nbytes for chunk in self.pages())
 
     def pages(self) -> Iterator[torch.Tensor]:
-        """Yield all allocated memory in whole pages."""
+        """Yield all allocated memory, in runs of whole pages."""
         for chunk, used_bytes in zip(self._chunks, self._used_bytes, strict=True):
             yield chunk[: min(chunk.nbytes, -(-used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)]
 
     def let_go(self) -> None:
-        """Free the memory's pages; their content is lost until it is written again."""
+        """Give the memory's pages back to the system; their content is lost, and they may be written again.
+
+        Raises OSError if the system refuses.
+        """
         for pages in self.pages():
             if _LIBC.madvise(pages.data_ptr(), pages.nbytes, mmap.MADV_DONTNEED):
                 raise OSError(ctypes.get_errno(), "memory cannot be let go")
 
 
 def folder_on_disk(given: str) -> str:
-    """Return the folder for offloaded layers: the given one, else that for temporary files, else /var/tmp if the former
-    is in memory, as in many containers.
+    """Return a folder for offloaded layers that is on a disk.
 
-    Raises SettingsError if none is on a disk.
+    It is `given`, or if that is empty the folder for temporary files, or /var/tmp if that folder is in memory, as in
+    many containers. Raises SettingsError if `given` is in memory, or if none of the others is on a disk.
     """
     if given:
         if _is_in_memory(given):
@@ -89,7 +92,7 @@ def _is_in_memory(folder: str) -> bool:
 
 
 class LayerFile:
-    """A file without a name, which disappears with the process.
+    """A temporary file of layers' weights without a name, which disappears with the process.
 
     It bypasses the page cache where the file system supports that: each byte is read once per step, and would take
     memory twice.
@@ -112,7 +115,10 @@ class LayerFile:
         self._end = 0
 
     def append(self, memory: LayerMemory) -> int:
-        """Write a layer's memory; return its position. Raises SettingsError if the disk is full."""
+        """Write a layer's memory at the end of the file; return its position in bytes.
+
+        Raises SettingsError if the disk is full or fails.
+        """
         start = at = self._end
         try:
             os.posix_fallocate(self._file, start, memory.num_bytes)
@@ -127,7 +133,7 @@ class LayerFile:
         return start
 
     def read(self, memory: LayerMemory, start: int) -> None:
-        """Fill a layer's memory with the bytes written at `start`. Raises OSError."""
+        """Fill a layer's memory with the bytes written at position `start`. Raises OSError."""
         at = start
         for piece in _pieces(memory):
             _whole(os.preadv(self._file, [piece], at), piece)
@@ -159,7 +165,7 @@ class WeightsLost(RuntimeError):
 
 
 class DiskStore:
-    """Writes layers to a file, in the form in which kernels read them."""
+    """A LayerStore that writes layers to a file, in the form in which kernels read them."""
 
     def __init__(self, folder: str) -> None:
         """Create the file. Raises SettingsError if the folder is not writable or is in memory."""
@@ -193,14 +199,15 @@ class DiskStore:
 
 
 class LayersOnDisk:
-    """Reads the offloaded layers of one model ahead, driven by hooks at the begin and end of each layer. The layers are
-    in the file and not in memory at first.
+    """Reads the offloaded layers of one model from the file ahead of their use, by hooks at a layer's begin and end.
+
+    The layers are in the file and not in memory at first.
     """
 
     where: Final = "on disk"
 
     def __init__(self, file: LayerFile, layers: Mapping[int, tuple[nn.Module, LayerMemory, int]]) -> None:
-        """Attach to these layers, each with its memory and its position in the file."""
+        """Register hooks on these layers, by number; each comes with its memory and its position in the file."""
         self.layer_bytes: Final = {number: memory.num_bytes for number, (_, memory, _) in layers.items()}
         self.num_read_bytes = 0
         self.read_s = 0.0
@@ -218,7 +225,10 @@ class LayersOnDisk:
         threading.Thread(target=self._read_ahead, name="weights", daemon=True).start()
 
     def read_alone(self) -> tuple[int, float]:
-        """Read all layers once as a measurement, between steps; return bytes and seconds. Raises OSError."""
+        """Read all offloaded layers once as a measurement, between steps; return the bytes and the seconds taken.
+
+        Raises OSError.
+        """
         scratch = LayerMemory()
         scratch.empty(PIECE_BYTES)
         num_pieces = sum(self.layer_bytes.values()) // PIECE_BYTES
@@ -228,7 +238,7 @@ class LayersOnDisk:
         return num_pieces * PIECE_BYTES, time.perf_counter() - began_s
 
     def close(self) -> None:
-        """End the thread. No layer may compute afterwards."""
+        """End the thread that reads. No offloaded layer may compute afterwards."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

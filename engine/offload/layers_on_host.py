@@ -25,7 +25,7 @@ PIECE_BYTES: Final = 64 * 2**20  # pinned at once: torch rounds up to the next p
 
 
 class HostStore:
-    """Moves layers off the device."""
+    """A LayerStore that moves layers from the device to host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,8 +58,9 @@ class HostStore:
 
 
 class HostLayer:
-    """One offloaded layer. Without a buffer on the device its tensors are only shapes, not on the CPU: kernels that use
-    them fail.
+    """One offloaded layer, whose weights lie in host memory.
+
+    Without a buffer on the device its tensors are only shapes, not on the CPU: kernels that use them fail.
     """
 
     def __init__(self, module: nn.Module, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -75,7 +76,7 @@ class HostLayer:
         self.bind(None)
 
     def views(self, place: torch.Tensor) -> list[torch.Tensor]:
-        """Return the layer's tensors as views of a buffer."""
+        """Return the layer's tensors as views of `place`, a buffer of bytes on the device."""
         starts = itertools.accumulate(map(_reserved, self._nowhere), initial=0)
         return [
             place[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -83,7 +84,7 @@ class HostLayer:
         ]
 
     def bind(self, views: Sequence[torch.Tensor] | None) -> None:
-        """Make the layer's tensors these views, which `views` has returned for a buffer; None: it cannot compute.
+        """Make the layer's tensors these views of a buffer, as returned by `views`; None: the layer cannot compute.
 
         Copies no weights: `copy_to` that buffer before the layer computes.
         """
@@ -91,14 +92,15 @@ class HostLayer:
             tensor.data = view
 
     def copy_to(self, place: torch.Tensor) -> None:
-        """Copy the weights to a buffer in the current stream."""
+        """Queue a copy of the weights to the buffer `place`, in the current stream."""
         for piece, part in zip(self._pieces, torch.split(place[: self.num_bytes], PIECE_BYTES), strict=True):
             part.copy_(piece, non_blocking=True)
 
 
 class LayersOnHost:
-    """Reads the offloaded layers of one model ahead, driven by hooks at the begin and end of each layer. One thread at
-    a time may use it.
+    """Copies the offloaded layers of one model to the device ahead of their use, by hooks at a layer's begin and end.
+
+    One thread at a time may use it.
     """
 
     where: Final = "in host memory"
@@ -125,7 +127,7 @@ class LayersOnHost:
             layer.module.register_forward_hook(lambda *_, number=number: self._end(number))
 
     def read_alone(self) -> tuple[int, float]:
-        """Copy all layers once as a measurement, between steps; return bytes and seconds."""
+        """Copy all offloaded layers once as a measurement, between steps; return the bytes and the seconds taken."""
         self._streams.synchronize(self._device)
         before, began_s = self.num_read_bytes, time.perf_counter()
         for number in self._layers:

@@ -19,30 +19,36 @@ from serving_core.settings import EngineSettings
 
 
 class LayerStore(Protocol):
-    """Receives layers one at a time, as they are loaded."""
+    """Receives layers one at a time, as they are loaded, and keeps those that are offloaded."""
 
     def begin(self) -> None:
-        """Start the next layer."""
+        """Forget the modules of the last layer, and start the next layer."""
 
     def holding(self, module: Layer) -> AbstractContextManager[None]:
-        """Return a context in which a module of the layer is filled and packed."""
+        """Return a context in which a module of the current layer is filled and packed."""
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of the last layer that can be offloaded."""
+        """Return how many bytes of the current layer can be offloaded."""
 
     def offload(self, number: int, layer: nn.Module) -> None:
-        """Offload the last layer. Raises SettingsError if there is no space for it."""
+        """Offload the current layer, whose number in the model is `number`.
+
+        Raises SettingsError without space for it.
+        """
 
     def finish(self) -> OffloadedLayers | None:
-        """Return the offloaded layers, after all layers have come; None if none was offloaded."""
+        """Return the offloaded layers, after all layers were loaded; None if none was offloaded."""
 
 
 logger = logging.getLogger(__name__)
 
 
 def choose_store(settings: EngineSettings, device: torch.device) -> LayerStore:
-    """Return disk beside a CPU, host memory beside other devices. Raises SettingsError for unsupported settings."""
+    """Return the store for offloaded layers: a file beside a CPU, host memory beside other devices.
+
+    Raises SettingsError for unsupported settings.
+    """
     if device.type == "cpu":
         return DiskStore(settings.weights_disk_path)
     if settings.weights_disk_path:
@@ -54,8 +60,10 @@ def choose_store(settings: EngineSettings, device: torch.device) -> LayerStore:
 
 
 class Placement:
-    """Places every module of a model as it is loaded, in the model's order: the modules before the layers, the layers,
-    the modules behind them. The first layer's size stands for all.
+    """Decides, as a model is loaded, which of its layers are offloaded, and offloads them.
+
+    Modules come in the model's order: those before the layers, the layers, those behind them. The first layer's size
+    stands for all.
     """
 
     def __init__(self, layers: Sequence[nn.Module], memory_bytes: int, store: LayerStore) -> None:
@@ -70,8 +78,9 @@ class Placement:
 
     @contextlib.contextmanager
     def of(self, module: Layer) -> Iterator[None]:
-        """Provide the memory in which the module is filled and packed. Raises SettingsError if memory or offload space
-        is too small.
+        """Return a context that provides the memory in which the module is filled and packed.
+
+        Raises SettingsError if memory or offload space is too small.
         """
         number = self._number_of.get(id(module))
         if number != self._current:

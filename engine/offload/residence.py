@@ -27,7 +27,7 @@ def layers_elsewhere(layer_bytes: Sequence[int], other_bytes: int, memory_bytes:
 
 
 class Residence:
-    """The offloaded layers wanted in memory now: at most ROOM, the first one first.
+    """Tracks which offloaded layers should be in memory: at most ROOM, the one that computes first.
 
     Steps go through the layers in order and repeat, but may begin anywhere.
     """
@@ -37,14 +37,14 @@ class Residence:
         self.wanted = self._from(layers[0])
 
     def begin(self, layer: int) -> None:
-        """Mark a layer as computing; it stays until its end."""
+        """Note that this layer begins to compute; it and the layers behind it are wanted until its end."""
         self.wanted = self._from(layer)
 
     def end(self, layer: int) -> None:
         self.wanted = self._from(self._following[layer])
 
     def next_move(self, loaded: Collection[int]) -> tuple[list[int], int | None]:
-        """Return which loaded layers to free, and which layer to read then, if any."""
+        """Return which of the `loaded` layers to free now, and which layer to read then; None if none is missing."""
         missing = (layer for layer in self.wanted if layer not in loaded)
         return sorted(set(loaded) - set(self.wanted)), next(missing, None)
 

@@ -52,7 +52,8 @@ class QuantizedMatrix:
     ) -> None:
         """Allocate an empty matrix, to be filled with `put`.
 
-        `variant` is one of linear_library.VARIANTS that this CPU supports, or "portable"; None takes the best.
+        group_size is the number of inputs that share a scale. `variant` is one of linear_library.VARIANTS that this CPU
+        supports, or "portable"; None takes the best.
         """
         num_vectors, num_groups = -(-num_outputs // OUTPUTS), -(-num_inputs // group_size)
         self.num_outputs, self.num_inputs, self.bits = num_outputs, num_inputs, bits
@@ -73,8 +74,9 @@ class QuantizedMatrix:
 
     @property
     def address(self) -> int:
-        """Return the address of the matrix for compiled functions, if a native kernel computes it. Valid while this
-        object lives.
+        """Return the address of the matrix for compiled functions, valid while this object lives.
+
+        Only if a native kernel computes it.
         """
         return self._address
 
@@ -89,7 +91,10 @@ class QuantizedMatrix:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def put(self, first_output: int, weight: QuantizedWeight) -> None:
-        """Fill in outputs. The first is a multiple of 16, and so is their number unless they are the last."""
+        """Fill in a run of outputs, from first_output on.
+
+        first_output is a multiple of 16, and so is the number of outputs unless they are the last.
+        """
         assert first_output % OUTPUTS == 0
         assert (weight.bits, weight.group_size, weight.num_inputs) == (self.bits, self.group_size, self.num_inputs)
         num_outputs = weight.numbers.shape[0]
@@ -110,7 +115,7 @@ class QuantizedMatrix:
             self._matrix.bias = self._bias.data_ptr()
 
     def round_inputs(self, bits: int) -> None:
-        """Set the bits to which the kernels round inputs, 8 or 16.
+        """Set to how many bits, 8 or 16, the native kernels round inputs.
 
         8 requires weights of 8 bits in one group with zero 128. With more than MOST_INPUTS inputs the bits stay 16,
         since the sums would overflow.
@@ -121,7 +126,7 @@ class QuantizedMatrix:
             self._matrix.input_bits = self.input_bits
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Return the dequantized weights of outputs [T]: [T, num_inputs] float32."""
+        """Return the dequantized weights [T, num_inputs], float32, of the outputs whose numbers are outputs [T]."""
         vectors, places = outputs // OUTPUTS, outputs % OUTPUTS
         numbers = self._weights[vectors, :, places]
         if self.bits == 4:
@@ -135,7 +140,7 @@ class QuantizedMatrix:
         return torch.empty_like(weights).index_copy_(1, self.columns, weights)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply x [T, num_inputs] -> [T, num_outputs]."""
+        """Multiply x [T, num_inputs] by the weights, add the bias, and return [T, num_outputs]."""
         on_device = on_cuda(x.device, x.dtype, self.bits) if x.is_cuda else None
         if self._matrix is None and on_device is None:
             return self.multiply_whole(x)
@@ -147,17 +152,20 @@ class QuantizedMatrix:
 
     @property
     def packed(self) -> Packed:
-        """Return the packed tensors."""
+        """Return the packed tensors and their sizes."""
         parts = (self._weights, self._scales, self._zeros, self._bias)
         return Packed(*parts, self.bits, self.group_size, self.num_inputs, self.num_outputs)
 
     @property
     def is_recordable(self) -> bool:
-        """Return whether a native kernel computes the product, from inputs in their own order."""
+        """Return whether `record` works: a native kernel computes the product, from inputs in their own order."""
         return self._matrix is not None and self.columns is None
 
     def record(self, program: NativeProgram, x: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Append the product of the rows of x to a program; x and outputs are bfloat16 or float32, and contiguous."""
+        """Append to `program` the product of the rows of x into `outputs`.
+
+        Both are bfloat16 or float32, and contiguous.
+        """
         assert self.is_recordable
         library = linear_library()
         assert library is not None
@@ -193,7 +201,7 @@ class QuantizedMatrix:
         return outputs
 
     def multiply_whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the same product with torch, dequantizing some weights at a time."""
+        """Compute the product as `__call__` does, with torch, dequantizing some weights at a time."""
         num_elements = _TILE_ELEMENTS if x.device.type == "cpu" else _DEVICE_TILE_ELEMENTS
         step = max(1, num_elements // self.num_inputs)
         outputs = x.new_empty((x.shape[0], self.num_outputs))
@@ -231,7 +239,10 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def quantized_matrix(weight: torch.Tensor, bits: int, variant: str | None = None) -> QuantizedMatrix:
-    """Quantize a weight [num_outputs, num_inputs] to 4 or 8 bits."""
+    """Return the weight [num_outputs, num_inputs] quantized to 4 or 8 bits, as a matrix to compute with.
+
+    `variant` is as in QuantizedMatrix.
+    """
     matrix: QuantizedMatrix | None = None
     for first, tile in quantize_tiles(weight, bits):
         if matrix is None:
@@ -244,8 +255,10 @@ def quantized_matrix(weight: torch.Tensor, bits: int, variant: str | None = None
 
 @functools.cache
 def on_cuda(device: torch.device, dtype: torch.dtype, bits: int) -> _Product | None:
-    """Return Triton's product if it works on this device and agrees with torch; else None, and log the reason. Call for
-    the first time outside a CUDA graph capture.
+    """Return Triton's product for rows of `dtype` and weights of `bits` bits on this device, or None.
+
+    It is None, and the reason logged, if a trial shows that the product does not work or does not agree with torch.
+    Call for the first time outside a CUDA graph capture.
     """
 
     def trial() -> float:

@@ -29,8 +29,9 @@ UNPACKED_ELEMENTS: Final = 2**25  # unpacked at a time
 
 @triton.jit  # type: ignore[untyped-decorator]
 def shift_of(place, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the bit position of an input in its word: bytes in order, and of two inputs in a byte the second four bits
-    higher.
+    """Return the bit position of the input number `place` in its 32-bit word of weights.
+
+    Bytes are in order; of two inputs in a byte the second is four bits higher.
     """
     return (place if BITS == 8 else place % 4 * 2 + place // 4) * BITS
 
@@ -59,10 +60,11 @@ def multiply(  # type: ignore[no-untyped-def]
     OF_GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ) -> None:
-    """Multiply ROWS of [num_rows, num_inputs] by COLUMNS of the outputs, over split_words of the words of each output,
-    into outputs [splits, num_rows, num_outputs].
+    """Multiply ROWS rows of `inputs` [num_rows, num_inputs] by COLUMNS of the outputs.
 
-    OF_GROUPS tells whether a tile of WORDS may span several groups.
+    Writes to outputs [splits, num_rows, num_outputs]. The grid is (tile of outputs, split, tile of rows); each split
+    takes split_words of the words of each output. OF_GROUPS: a tile of WORDS words may span several groups. `scales`,
+    `zeros` and `bias` are those of Packed.
     """
     split = tl.program_id(1)
     rows, columns = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -99,7 +101,10 @@ def multiply(  # type: ignore[no-untyped-def]
 def add_up(  # type: ignore[no-untyped-def]
     parts, bias, outputs, num_values, num_outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
 ) -> None:
-    """Sum parts [SPLITS, num_values] float32 -> outputs [num_values], in order."""
+    """Sum parts [SPLITS, num_values], float32, over the splits, in order, into outputs [num_values].
+
+    HAS_BIAS: bias [num_outputs] is added too.
+    """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_value = at < num_values
     total = tl.zeros([BLOCK], tl.float32)
@@ -127,7 +132,7 @@ def unpack(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> None:
-    """Dequantize num_outputs outputs from first_output on: [num_outputs, num_inputs]."""
+    """Dequantize num_outputs outputs, from first_output on, into unpacked [num_outputs, num_inputs]."""
     columns, words = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     there = (columns < num_outputs)[:, None] & (words < num_words)[None, :]
     vector, place = (
@@ -147,7 +152,10 @@ def unpack(  # type: ignore[no-untyped-def]
 
 
 def linear(x: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """Multiply x [T, num_inputs] -> [T, num_outputs]; inputs are in the packed weights' order."""
+    """Multiply x [T, num_inputs] by the packed weights, add their bias, and return [T, num_outputs].
+
+    The inputs are in the packed weights' order.
+    """
     x = x if x.stride(1) == 1 else x.contiguous()
     with torch.cuda.device(x.device):
         return _multiply(x, packed) if len(x) <= MOST_ROWS else _multiply_unpacked(x, packed)

@@ -17,8 +17,9 @@ _TILE_ELEMENTS: Final = 2**20  # converted to float32 at a time
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """N outputs of K inputs in G groups. The inputs are padded to whole groups; the padding's content does not
-    matter.
+    """Quantized weights of N outputs and K inputs, with a scale and a zero for each output and group of inputs.
+
+    The inputs are padded to whole groups; the padding's content does not matter.
     """
 
     numbers: torch.Tensor  # [N, G * group_size] uint8, below 2 ** bits
@@ -32,7 +33,7 @@ class QuantizedWeight:
         return self.numbers.shape[1] // self.scales.shape[1]
 
     def dense(self) -> torch.Tensor:
-        """Return the weights [N, K], float32."""
+        """Return the dequantized weights [N, K], float32."""
         grouped = self.numbers.view(-1, self.scales.shape[1], self.group_size).float()
         grouped.sub_(self.zeros.unsqueeze(2)).mul_(self.scales.unsqueeze(2))
         dense: torch.Tensor = grouped.flatten(1)[:, : self.num_inputs]
@@ -40,8 +41,9 @@ class QuantizedWeight:
 
 
 class Packed(NamedTuple):
-    """Weights [num_outputs, num_inputs] in V vectors of outputs and G groups of inputs, packed as native/linear.h
-    describes.
+    """Weights [num_outputs, num_inputs] as native/linear.h packs them.
+
+    They are in V vectors of outputs and G groups of inputs.
     """
 
     weights: torch.Tensor  # [V, words of an output, outputs of a vector, 4] uint8
@@ -54,13 +56,14 @@ class Packed(NamedTuple):
     num_outputs: int
 
     def words(self) -> torch.Tensor:
-        """Return [V, words of an output, outputs of a vector] int32."""
+        """Return the weights as 32-bit words: a view [V, words of an output, outputs of a vector], int32."""
         return self.weights.view(torch.int32).squeeze(-1)
 
 
 def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
-    """Round a weight [N, K] to the nearest quantized one: 8 bits with one scale for each output and zero 128, 4 bits
-    with a scale and a zero for each GROUP_SIZE_4_BIT inputs.
+    """Round a weight [N, K] to the nearest weight of 4 or 8 bits.
+
+    8 bits have one scale for each output and zero 128, 4 bits a scale and a zero for each GROUP_SIZE_4_BIT inputs.
     """
     num_inputs = weight.shape[1]
     group_size = GROUP_SIZE_4_BIT if bits == 4 else -(-num_inputs // INPUTS_MULTIPLE) * INPUTS_MULTIPLE
@@ -71,8 +74,9 @@ def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
 
 
 def quantize_tiles(weight: torch.Tensor, bits: int) -> Iterator[tuple[int, QuantizedWeight]]:
-    """Yield the quantized weight in tiles of outputs, with the index of each tile's first output. All tiles but the
-    last have a multiple of 16 outputs.
+    """Yield a weight [N, K], quantized, in tiles of outputs; each comes with the number of its first output.
+
+    All tiles but the last have a multiple of 16 outputs.
     """
     rows = max(1, _TILE_ELEMENTS // max(1, weight.shape[1]) // 16) * 16
     for first in range(0, weight.shape[0], rows):

@@ -58,8 +58,9 @@ class Sight:
 
 
 def sight_of(mask_function: MaskFunction, window: int | None) -> Sight:
-    """Return the sight of a mask function, tried at some positions; a window must equal `window`. Raises Unpaged for
-    any other mask.
+    """Return the Sight that equals a mask function, which is tried at some positions.
+
+    A sliding window must have the length `window`. Raises Unpaged for any other mask.
     """
     queries, keys = _pairs(window)
     sees = mask_function(0, 0, queries, keys)
@@ -98,26 +99,27 @@ class Expansion(NamedTuple):
     values: torch.Tensor  # [H, width of V, L]
 
     def of(self, heads: slice) -> "Expansion":
-        """Return the expansion of some heads."""
+        """Return the expansion of some of the heads."""
         return Expansion(self.keys[heads], self.values[heads])
 
     def absorbed(self, queries: torch.Tensor) -> torch.Tensor:
-        """Return queries [T, H, D] as [T, H, width of a token's vector], whose products with vectors equal those with
-        keys.
+        """Map queries [T, H, D] to [T, H, width of a token's vector], so that they can be multiplied by vectors.
+
+        Their products with the vectors equal those of the queries with the keys.
         """
         plain, rotated = queries.tensor_split((self.keys.shape[1],), dim=2)
         return torch.cat((torch.einsum("thd,hdl->thl", plain, self.keys), rotated), dim=2)
 
     def expanded(self, attended: torch.Tensor) -> torch.Tensor:
-        """Return sums of vectors [T, H, width of a vector] as sums of values [T, H, width of V]."""
+        """Map weighted sums of vectors [T, H, width of a vector] to the same sums of values [T, H, width of V]."""
         return torch.einsum("thl,hvl->thv", attended[..., : self.values.shape[2]], self.values)
 
 
 class Latents:
-    """A replacement of the module with which a layer expands latents."""
+    """Replaces the method with which a layer makes keys and values of latents."""
 
     def __init__(self, layer: Any, name: str) -> None:
-        """Wrap the layer's module. Only the attention named `name` gets latents; any other gets keys and values."""
+        """Wrap the layer's method. Only the attention named `name` gets latents; any other gets keys and values."""
         self._layer, self._name = layer, name
 
     def __call__(self, latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,7 +132,7 @@ class Latents:
 
     @property
     def expansion(self) -> Expansion:
-        """Return the expansion of the layer's heads on this rank."""
+        """Return the matrices that make keys and values of latents, for the layer's heads on this rank."""
         widths = self._layer.qk_nope_head_dim, self._layer.v_head_dim
         weight = self._layer.kv_b_proj.weight
         keys, values = weight.view(-1, sum(widths), weight.shape[1]).split(widths, dim=1)
@@ -138,8 +140,9 @@ class Latents:
 
 
 def keep_latents(model: nn.Module, name: str) -> None:
-    """Make the model's layers call the attention of this name with latents. Raises ModelError for layers not known to
-    have latents.
+    """Make the model's layers call the attention of this name with latents instead of keys and values.
+
+    Raises ModelError for layers not known to have latents.
     """
     layers: list[Any] = [module for module in model.modules() if hasattr(module, EXPAND)]
     if not layers or any(layer.kv_b_proj.bias is not None for layer in layers):
@@ -149,7 +152,10 @@ def keep_latents(model: nn.Module, name: str) -> None:
 
 
 def expansion_of(layer: nn.Module) -> Expansion | None:
-    """Return the expansion of the latents with which a layer calls attention; None for keys and values."""
+    """Return the matrices that expand the latents with which a layer calls attention.
+
+    None if the layer passes keys and values.
+    """
     latents = getattr(layer, EXPAND, None)
     return latents.expansion if isinstance(latents, Latents) else None
 
@@ -187,26 +193,26 @@ class Call(NamedTuple):
 
     @property
     def is_scored(self) -> bool:
-        """Return whether scores are more than scaled products."""
+        """Return whether scores are changed by a soft cap or sinks, beyond the scaling."""
         return self.softcap is not None or self.sinks is not None
 
     @property
     def is_unusual(self) -> bool:
-        """Return whether only some backends support the call."""
+        """Return whether only the portable attention supports the call."""
         return self.is_scored or self.keys.shape[2] != self.values.shape[2]
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
-        """Return [T, H, width of V]."""
+        """Return the shape of the attention output: [T, H, width of V]."""
         width = self.values.shape[2] if self.expansion is None else self.expansion.values.shape[1]
         return self.queries.shape[0], self.queries.shape[1], width
 
 
 class Step(Protocol):
-    """The step that a model computes at the moment."""
+    """Computes the attention of the step that a model computes at the moment."""
 
     def attend(self, call: Call) -> torch.Tensor:
-        """Return the attention output [T, H, width of V]."""
+        """Store the call's keys and values, and return the attention output [T, H, width of V]."""
 
 
 _step: ContextVar[Step] = ContextVar("step")
@@ -214,7 +220,7 @@ _step: ContextVar[Step] = ContextVar("step")
 
 @contextmanager
 def answering(step: Step) -> Iterator[None]:
-    """Direct the attention calls of this thread's models to `step` within the context."""
+    """Return a context in which `step` computes the attention calls of the models that this thread runs."""
     token = _step.set(step)
     try:
         yield
@@ -268,7 +274,10 @@ EXPERTS: Final = 3  # dimensions of stacked experts' weights
 
 
 def check_quantizable(model: Any, quantization: str) -> None:
-    """Raise ModelError for a model most of whose weights would stay unquantized."""
+    """Raise ModelError if most weights of a model would stay unquantized: it has stacked experts, or no linear modules.
+
+    `quantization` is the value of --quantization, for the message.
+    """
     name = type(model).__name__
     if any(parameter.ndim == EXPERTS for parameter in model.parameters()):
         raise ModelError(f"--quantization {quantization}: transformers computes {name}, with experts as they are")
@@ -277,10 +286,9 @@ def check_quantizable(model: Any, quantization: str) -> None:
 
 
 def quantize_model(model: Any, quantization: str) -> int:
-    """Quantize the linear modules of a filled model, except the head and the expansion of latents, and free the
-    originals.
+    """Quantize the linear modules of a filled model, and free the originals; return the bytes of the quantized weights.
 
-    Returns the bytes of the quantized weights.
+    The head and the expansion of latents stay as they are. `quantization` is a value of --quantization.
     """
     num_bytes = 0
     for module in _linear_modules(model):
@@ -323,7 +331,7 @@ UNCOMPUTABLE: Final = (  # errors that models raise
 
 
 class TransformersDecoder:
-    """One rank's part of a loaded model."""
+    """One rank's part of a loaded model that transformers' code computes, over SplitServe's KV pool."""
 
     num_divided_passes = 0
 
@@ -355,7 +363,7 @@ class TransformersDecoder:
     def __call__(
         self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
     ) -> torch.Tensor | None:
-        """Compute a batch and write its keys and values into the pool.
+        """Compute a batch and write its keys and values into the pool of `attention`.
 
         Returns the logits [S, vocab_size] of the wanted rows on rank 0 of the last stage, None on the others.
         """
@@ -366,7 +374,10 @@ class TransformersDecoder:
             return self._logits(batch.token_ids, batch.positions, batch.logit_rows)
 
     def eager(self, token_ids: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits [T, vocab_size] of one text with transformers' own attention, on rank 0."""
+        """Return the logits [T, vocab_size] of one text with transformers' own attention.
+
+        Ranks other than 0 return None.
+        """
         rows = torch.arange(len(token_ids), device=token_ids.device)
         self._model.config._attn_implementation = EAGER
         try:
@@ -376,7 +387,7 @@ class TransformersDecoder:
 
     @property
     def module(self) -> Any:
-        """Return transformers' model."""
+        """Return the model, an object of transformers."""
         return self._model
 
     def _logits(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
@@ -408,7 +419,7 @@ class TransformersDecoder:
 
 
 def in_a_line(error: Exception) -> str:
-    """Return an error's text as one line of limited length."""
+    """Return an error's text as one line of at most MOST_CHARACTERS characters, cut with "..."."""
     said = " ".join(str(error).split())
     return said if len(said) <= MOST_CHARACTERS else f"{said[:MOST_CHARACTERS]}..."
 

@@ -85,8 +85,9 @@ QUANTIZED_DIFFERENCE: Final = 0.25  # with 8-bit keys and values
 
 
 def check_staged(config: ModelConfig) -> None:
-    """Raise ModelError for an architecture that no test computes in stages, where verification is impossible. Call
-    before loading.
+    """Raise ModelError for an architecture that no test computes in pipeline stages, where verification is impossible.
+
+    Call before loading.
     """
     if not _is_tried(config):
         raise ModelError(f"{config.architecture} was not tried in stages; --no-verify-model serves it nevertheless")
@@ -100,10 +101,10 @@ def check_model(
     config: ModelConfig,
     max_model_len: int,
 ) -> None:
-    """Raise ModelError if the model differs from transformers' own attention. Call on all ranks, before the pool holds
-    data.
+    """Compare the model's logits with those of transformers' own attention. Raises ModelError if they differ.
 
-    Does nothing for architectures that the tests cover with this version of transformers.
+    Call on all ranks, before the pool holds data. Does nothing for architectures that the tests cover with this version
+    of transformers.
     """
     if _is_tried(config):
         return
@@ -214,7 +215,7 @@ class Cut:
     size: int
 
     def runs(self, total: int, parts: int) -> list[range]:
-        """Return the held runs of a dimension of length `total` with `parts` parts."""
+        """Return the runs that the rank holds of a dimension of length `total` with `parts` parts."""
         length = total // parts
         share = share_of(length, self.rank, self.size)
         return [range(part * length + share.start, part * length + share.stop) for part in range(parts)]
@@ -227,8 +228,9 @@ class Cut:
 def divide(model: Any, group: RankGroup, num_heads: int) -> dict[str, Cut]:
     """Reduce a model on the meta device to this rank's part; return the cut of each divided parameter, by name.
 
-    All ranks get equally many of the `num_heads` KV heads (or of the heads that latents stand for). Raises ModelError
-    for a plan with unsupported styles, or SettingsError for unequal parts.
+    All ranks get equally many of the `num_heads` KV heads (or of the heads that latents stand for). Hooks that sum and
+    gather over the group are added. Raises ModelError for a plan with unsupported styles, or SettingsError for unequal
+    parts.
     """
     plan: Mapping[str, str] = model.tp_plan if group.size > 1 else {}
     plan = plan and {**plan, **BESIDE_PLANS.get(type(model).__name__, {})}
@@ -252,7 +254,10 @@ def divide(model: Any, group: RankGroup, num_heads: int) -> dict[str, Cut]:
 
 
 def leave_biases(model: nn.Module, cuts: Mapping[str, Cut], rank: int) -> None:
-    """Let only rank 0 add the bias of sums over ranks. Call once the model is filled."""
+    """Remove the biases of sums over ranks from all ranks but 0, which alone adds them.
+
+    `cuts` is the result of `divide`. Call once the model is filled.
+    """
     for name, cut in cuts.items():
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
@@ -354,14 +359,12 @@ def load_transformers(
     *,
     shows_progress: bool = True,
 ) -> tuple[TransformersDecoder | SequenceDecoder, int]:
-    """Load one rank's part of a model; return it and the bytes of its weights.
+    """Load one rank's part of a model that transformers computes; return it and the bytes of its weights.
 
-    A model that the paged attention cannot compute is computed sequence by sequence, on one rank.
-
-    `layout` is that of the rank's pool, `group` the ranks that compute the same layers, `pipeline` the connection to
-    other stages, if any; `shows_progress`: as in LoadProgress. Raises ModelError with one sentence for a model that
-    transformers does not know, or that the attention or the cache does not support; SettingsError if the ranks cannot
-    divide it.
+    A model that the paged attention cannot compute is computed sequence by sequence, on one rank. `layout` is that of
+    the rank's pool, `group` the ranks that compute the same layers, `pipeline` the connection to other stages, if any;
+    `shows_progress`: as in LoadProgress. Raises ModelError with one sentence for a model that transformers does not
+    know, or that the attention or the cache does not support; SettingsError if the ranks cannot divide it.
     """
     if pipeline is not None and settings.verify_model:
         check_staged(config)

@@ -20,7 +20,10 @@ VECTORS: Final = 3  # dimensions of the tensor between layers: [1, T, E]
 
 
 class StageTransfer:
-    """The input and output of a stage. At first neither is connected, so that a model can be tried."""
+    """Hooks that replace the input of a stage's first layer, and send the output of its last layer to the next stage.
+
+    They do so only while `is_on`, which is False at first, so that a model can be tried.
+    """
 
     def __init__(self, model: nn.Module, shard: Shard, pipeline: Pipeline) -> None:
         self.is_on = False
@@ -53,8 +56,9 @@ class StageTransfer:
 
 
 def keep_stage(model: Any, shard: Shard) -> None:
-    """Remove from a model on the meta device what other stages compute. Raises ModelError for a model that cannot be
-    divided into stages.
+    """Remove from a model on the meta device the modules that other pipeline stages compute.
+
+    Raises ModelError for a model that cannot be divided into stages.
     """
     layers = _layers(model, shard.layers.total)
     emptied = [layer for number, layer in enumerate(layers) if number not in shard.layers.held]
