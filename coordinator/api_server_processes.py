@@ -46,7 +46,11 @@ class ApiServers:
     def __init__(
         self, settings: CoordinatorSettings, service: ApiServerService, server: grpc.aio.Server, health: HealthService
     ) -> None:
-        """Create the API servers. They dial `server`, which has the services for them and no port yet."""
+        """Create the API servers' keeper, without starting a process.
+
+        API servers connect to `server` over a unix socket; `service` answers them there. `server` must not be started
+        yet.
+        """
         self._settings = settings
         self._service = service
         self._server = server
@@ -63,14 +67,20 @@ class ApiServers:
         service.listens = self._listens
 
     def listen(self) -> None:
-        """Bind the ports for the API servers. Raise SettingsError."""
+        """Reserve the ports at which the API servers will listen, and set `port` and `http_port`.
+
+        Raises SettingsError.
+        """
         settings = self._settings
         self.port = self._hold(Port("--grpc-port", settings.host, settings.grpc_port))
         if settings.http_port >= 0:
             self.http_port = self._hold(Port("--http-port", settings.http_host, settings.http_port))
 
     async def start(self) -> None:
-        """Start the API servers and return when all of them listen. Raise SettingsError when one cannot."""
+        """Start the API server processes and return when all of them listen.
+
+        Raises SettingsError when one ends early, or they do not listen within START_DEADLINE_S.
+        """
         path = self._folder.path / "coordinator"
         if not fits(path):
             raise SettingsError(f"{path} is longer than a socket's path may be ({LONGEST_PATH}): set another TMPDIR")
@@ -97,7 +107,7 @@ class ApiServers:
         logger.info("%d API servers are open", len(names))
 
     async def stop(self) -> None:
-        """Send the API servers their last messages, end them, and release the ports."""
+        """Send the API servers their last messages, wait for their end, kill late ones, and release the ports."""
         self._is_stopping = True
         self._service.end()
         closing = [keeper for name, keeper in self._keepers.items() if self._opened[name].is_set()]
@@ -117,11 +127,11 @@ class ApiServers:
         self._folder.remove()
 
     async def report(self) -> None:
-        """Report the state of the fleet to health watchers of the fleet port."""
+        """Set the status of the fleet port's health service to whether requests can be served."""
         await self._health.report(is_serving=self._service.is_serving)
 
     def reread_api_keys(self) -> None:
-        """Let every open API server reread the file of API keys.
+        """Send SIGHUP to every open API server, which then rereads the file of API keys.
 
         An API server that is not open yet would end by the signal, and reads the file as it opens.
         """
@@ -151,7 +161,7 @@ class ApiServers:
             self._kill(name)
 
     async def _keep(self, name: str, path: Path) -> None:
-        """Run API server `name`, and restart it when it ends. Raise SettingsError if it ends before it has ever
+        """Run API server `name`, and restart it when it ends. Raises SettingsError if it ends before it has ever
         listened."""
         pauses = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
         opened, has_opened = self._opened[name], False

@@ -60,14 +60,17 @@ class TokenOutput:
     """One output of a Generation, as token ids without text."""
 
     def __init__(self, generation: Generation, index: int, num_tokens: int) -> None:
-        """Create the output, of which `num_tokens` tokens were sent earlier."""
+        """Create output number `index` of `generation`, of which an earlier call has sent `num_tokens` tokens."""
         self.generation = generation
         self._index = index
         self._num_tokens = num_tokens
 
     def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None) -> bool:
-        """Add the next tokens. Return False, since the API server finds stop strings. Raise RequestError for a slow
-        reader, and for tokens that do not follow."""
+        """Queue the next tokens as one chunk, and return False: the API server finds stop strings, not this output.
+
+        `num_cached_tokens` are the prompt tokens found in a prefix cache, or None after the first chunk. Raises
+        RequestError when the reader is too slow, or the tokens do not follow those sent before.
+        """
         check_follows(tokens[0].index, self._num_tokens)
         chunk = inference_pb2.Chunk(
             first_token_index=self._num_tokens,
@@ -89,7 +92,7 @@ class TokenOutput:
 
 
 class ApiServerLink:
-    """Calls of one API server, and the batch of messages that it gets next."""
+    """Keep the calls of one API server, and collect the messages for it until `next` returns them as one batch."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -101,22 +104,22 @@ class ApiServerLink:
         self._is_over = False
 
     def fleet(self, state: api_servers_pb2.FleetState) -> None:
-        """Add the state of the fleet, which has changed."""
+        """Add the new state of the fleet to the batch, in place of an earlier state."""
         self._batch.fleet.CopyFrom(state)
         self._has_news.set()
 
     def begun(self, call_id: str) -> None:
-        """Add that the call has been admitted."""
+        """Add to the batch that a call has been admitted."""
         self._batch.begun.append(call_id)
         self._has_news.set()
 
     def failed(self, call_id: str, error: RequestError) -> None:
-        """Add the end of a call by an error."""
+        """Add to the batch that a call has failed with an error."""
         self._batch.failed.add(id=call_id, error=error_to_wire(error))
         self._has_news.set()
 
     def wake(self, call_id: str) -> Callable[[Generation], None]:
-        """Return the function that adds what the generation of a call has."""
+        """Return a function for Generation's `wake`: it makes `next` return the messages of this call's generation."""
 
         def add(generation: Generation) -> None:
             self._awake[generation] = call_id
@@ -125,12 +128,12 @@ class ApiServerLink:
         return add
 
     def end(self) -> None:
-        """End the batches after the messages that have been added."""
+        """Let `next` return what has been added until here, and then None."""
         self._is_over = True
         self._has_news.set()
 
     async def next(self) -> api_servers_pb2.ApiServerBatch | None:
-        """Return the next batch, with all that has been added since the batch before; None at the end."""
+        """Wait for messages, and return the batch of all that came since the last batch; None after `end`."""
         await self._has_news.wait()
         awake, self._awake = self._awake, {}
         for generation, call_id in awake.items():
@@ -148,7 +151,7 @@ class ApiServerLink:
 
 
 class ApiServerService:
-    """Serve ApiServers.Attach and Metrics."""
+    """Serve the API server processes: ApiServers.Attach, one stream for each, and ApiServers.Metrics."""
 
     def __init__(
         self,
@@ -174,7 +177,7 @@ class ApiServerService:
         self.lose: Callable[[str], None] = lambda name: None  # called with the name of a stuck API server
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Return the handler to register with a server."""
+        """Return the gRPC handler of the service ApiServers, to register with a server."""
         service = api_servers_pb2.DESCRIPTOR.services_by_name["ApiServers"].full_name
         attach: Any = grpc.stream_stream_rpc_method_handler(
             self._attach, response_serializer=api_servers_pb2.ApiServerBatch.SerializeToString
@@ -191,7 +194,7 @@ class ApiServerService:
         return self._control.is_serving
 
     def tell(self) -> None:
-        """Send the state of the fleet to all API servers, if it has changed."""
+        """Send the state of the fleet to all attached API servers, if it has changed since the last call."""
         if not self._links:
             return
         state = self._state()
@@ -201,12 +204,12 @@ class ApiServerService:
                 link.fleet(state)
 
     def end(self) -> None:
-        """End the streams after the messages that are still to be sent."""
+        """End the streams of all API servers after the messages that are still to be sent."""
         for link in self._links.values():
             link.end()
 
     def figures(self) -> Iterator[Figure]:
-        """Yield the metrics of the API servers."""
+        """Yield the metrics of the attached API servers."""
         return api_server_figures(self._links.values())
 
     async def _get_metrics(self, _request: Any, _context: Any) -> api_servers_pb2.MetricsResponse:
@@ -356,7 +359,7 @@ class ApiServerService:
 
 
 def api_server_figures(links: Iterable[ApiServerLink]) -> Iterator[Figure]:
-    """Yield the metrics of each API server."""
+    """Yield two metrics with a value for each API server: its live calls, and the CPU seconds that it has used."""
     api_servers = sorted(links, key=lambda link: link.name)
     calls = [({"api_server": each.name}, float(len(each.calls))) for each in api_servers]
     cpu_s = [({"api_server": each.name}, each.cpu_s) for each in api_servers]

@@ -60,18 +60,18 @@ class NodeLink:
         self._unsent: asyncio.Queue[fleet_pb2.NodeCommand | RequestError] = asyncio.Queue()
 
     def send(self, command: fleet_pb2.NodeCommand) -> bool:
-        """Queue a command. Return False when MAX_UNSENT_COMMANDS commands are unsent."""
+        """Queue a command. Returns False when MAX_UNSENT_COMMANDS commands are unsent."""
         if self._unsent.qsize() >= MAX_UNSENT_COMMANDS:
             return False
         self._unsent.put_nowait(command)
         return True
 
     def end(self, error: RequestError) -> None:
-        """End the queue with an error that `next` raises behind the commands queued."""
+        """End the queue: `next` raises `error` after the commands that are queued."""
         self._unsent.put_nowait(error)
 
     async def next(self) -> fleet_pb2.NodeCommand:
-        """Return the next command. Raises the RequestError of `end`."""
+        """Wait for the next command to the node and return it. Raises the RequestError given to `end` at the end."""
         command = await self._unsent.get()
         if isinstance(command, RequestError):
             raise command
@@ -127,7 +127,11 @@ class Dispatcher:
     # ---- nodes ----
 
     def attach(self, hello: fleet_pb2.Hello) -> NodeLink:
-        """Attach a node. Raise RequestError when the node cannot belong to this fleet, or not yet."""
+        """Admit the node of a `hello` to the fleet, and return the queue of commands to it.
+
+        A node of the same name that is still attached is lost first, its requests go on elsewhere. Raises RequestError
+        when the node does not fit the fleet (another model, for one), or its name is in use by a process that lives.
+        """
         namesake = self._registry.find(hello.node.name)
         try:
             node = self._registry.admit(hello, time.monotonic())
@@ -146,16 +150,25 @@ class Dispatcher:
         return link
 
     def message_lost(self, link: NodeLink, error: MessageLost) -> None:
-        """Lose the node of a stream in which a message was lost; `detach` follows."""
+        """Treat the node of a stream as lost, since a message is missing, and let its requests go on elsewhere.
+
+        The caller must still call `detach`.
+        """
         self._apply(self._lose(link.node, LossCause.MESSAGE, str(error)))
 
     def detach(self, link: NodeLink) -> None:
-        """Lose the node of a stream that has ended."""
+        """Treat the node of a stream that has ended as lost, and let its requests go on elsewhere.
+
+        Has no effect on a node that is lost already.
+        """
         node = link.node
         self._apply(self._lose(node, LossCause.CONNECTION, "the stream has ended", has_died=not node.is_stopping))
 
     def receive(self, link: NodeLink, event: fleet_pb2.NodeEvent) -> None:
-        """Handle an event of a node. Events of a lost node are ignored."""
+        """Update the state of the node and of its requests by an event, and send the commands that follow from it.
+
+        Events of a lost node are ignored.
+        """
         node, now = link.node, time.monotonic()
         if node not in self._links:
             return
@@ -176,9 +189,10 @@ class Dispatcher:
         self._apply(self._scheduler.handle(node, event, now))
 
     def drain_node(self, name: str) -> Node:
-        """Drain a node: its requests go to other nodes as far as those have room. A repeated call changes nothing.
+        """Give the node no new requests, migrate those that it has to nodes with room for them, and return the node.
 
-        Raise RequestError where there is no such node, or no other node could take its work.
+        Has no effect on a node that is draining. Raises RequestError when no node has this name, or no other node could
+        serve the requests.
         """
         node = self._registry.named(name)
         if not node.is_drained:
@@ -190,10 +204,9 @@ class Dispatcher:
         return node
 
     def num_left(self, node: Node) -> int:
-        """Return the number of requests that a draining node still has a part in.
+        """Return the number of requests that a draining node still computes or holds blocks for.
 
-        Raise RequestError where the drain has ended: the node was given a role, or was lost and takes work when it
-        returns.
+        Raises RequestError with reason DRAIN_ENDED when the node has been given a role, or was lost without stopping.
         """
         if not node.is_drained:
             raise RequestError(DRAIN_ENDED, f"node {node.name} drains no more: it was given a role")
@@ -206,8 +219,11 @@ class Dispatcher:
         )
 
     def set_shape(self, name: str, to: str | Shape) -> tuple[Node, Shape]:
-        """Request a role or a shape of a node; this ends its drain. Raise RequestError, and then nothing is
-        requested."""
+        """Send a node a request for a role or a shape, which ends its drain; return the node and the requested shape.
+
+        The node confirms later (`settled`). Raises RequestError for an unknown node and a change that is not allowed,
+        in which case nothing has changed.
+        """
         was_drained = self._registry.named(name).is_drained
         node, shape, instructions = self._roles.set_shape(name, to, time.monotonic())
         if was_drained:
@@ -217,7 +233,7 @@ class Dispatcher:
         return node, shape
 
     async def settled(self, node: Node) -> None:
-        """Wait until the node has confirmed the requested shape, is lost, or has not confirmed it in time (CONFIRM_S).
+        """Wait until the node has confirmed or refused the requested shape, is lost, or is late (CONFIRM_S).
 
         Compare `node.shape` with the requested shape afterwards to learn whether the node has confirmed it.
         """
@@ -279,7 +295,7 @@ class Dispatcher:
         return self._scheduler.lose(node, time.monotonic(), has_died=has_died)
 
     def capacity(self) -> Capacity:
-        """Return the lengths and pool sizes that requests may ask for now."""
+        """Return the lengths and the KV cache sizes that requests may ask for at this time."""
         return self._capacity.at(time.monotonic())
 
     # ---- clients ----
@@ -299,11 +315,12 @@ class Dispatcher:
         deadline_s: float,
         record: CallRecord | None = None,
     ) -> Generation:
-        """Start or continue the sequences of one call, and return the Generation that streams them; `close` must
-        follow.
+        """Start or resume the sequences of one call, and return the Generation that streams them. `close` must follow.
 
-        `record` collects the course of the call for logs and traces. An earlier call of the same client ends first.
-        Raise RequestError, and then nothing has begun.
+        `beginnings` has, for each sequence, the output that the client already has and the state of its text.
+        `arrived_s` and `deadline_s` are times of the monotonic clock; a call that is not over at its deadline fails.
+        `record` collects the course of the call for logs and traces. An open call of the same client with the same
+        request id ends first. Raises RequestError, in which case nothing has begun.
         """
         num_ended = sum(so_far.has_ended for so_far, _ in beginnings)
         generation = Generation(
@@ -326,7 +343,11 @@ class Dispatcher:
         deadline_s: float,
         record: CallRecord | None = None,
     ) -> None:
-        """Start or continue a call as `submit` does, for any receivers of the call and of each of its sequences."""
+        """Start or resume the sequences of one call, as `submit` does, for a given Generation and given recipients.
+
+        `answers` receive the tokens and the end of each sequence of `call`. Raises RequestError, in which case nothing
+        has begun.
+        """
         if self.is_draining:
             raise RequestError(DRAINING, "the server is draining")
         now, record = time.monotonic(), record or CallRecord(plan.request_id)
@@ -364,7 +385,7 @@ class Dispatcher:
             raise
 
     def _end_earlier(self, plan: RequestPlan, asker: str) -> None:
-        """End an earlier open call of the same client. Raise RequestError for any other open call of this id."""
+        """End an earlier open call of the same client. Raises RequestError for any other open call of this id."""
         if (known := self._calls.get(plan.request_id)) is None:
             return
         if known.asker != asker or known.number >= plan.call_number:
@@ -373,18 +394,21 @@ class Dispatcher:
         self.close(known.call)
 
     def stopped(self, call: Generation, index: int) -> None:
-        """End a sequence of an open call in which the API server has found a stop string."""
+        """End one sequence of a call with finish reason STOP, since its API server has found a stop string.
+
+        Ignored when the call is no longer open.
+        """
         if self._is_open(call):
             stop = inference_pb2.FINISH_REASON_STOP
             self._apply(self._scheduler.finish(call.sequence_ids[index], stop, time.monotonic()))
 
     def give_up(self, call: Generation, error: RequestError) -> None:
-        """End an open call with an error of its API server."""
+        """End a call with an error that its API server reports. Ignored when the call is no longer open."""
         if self._is_open(call):
             self._apply(self._fail(call, error))
 
     def abort(self, request_id: str) -> bool:
-        """End all sequences of an open call as aborted. Return False for an unknown id."""
+        """End all sequences of an open call with finish reason ABORT. Returns False if no open call has this id."""
         if (known := self._calls.get(request_id)) is None:
             return False
         now = time.monotonic()
@@ -393,7 +417,7 @@ class Dispatcher:
         return True
 
     def close(self, call: Generation) -> None:
-        """End a call, whatever the reason, and drop the sequences that still run.
+        """End a call for any reason: abort the sequences that still run, and forget the call.
 
         A call that a later one has replaced is ignored.
         """
@@ -414,7 +438,10 @@ class Dispatcher:
     # ---- all ----
 
     def tick(self) -> None:
-        """Lose silent nodes, expire requests and change roles. Call it several times per node timeout."""
+        """Do all that is due by time: lose silent nodes, expire requests, change roles, start requests that waited.
+
+        Call it several times per node timeout.
+        """
         now = time.monotonic()
         self._capacity.note(now)
         for node, cause, why in self._registry.expired(now):
@@ -424,15 +451,15 @@ class Dispatcher:
         self._shapes_changed.set()  # a requested shape may have expired
 
     def drain(self) -> None:
-        """Refuse new calls from now on."""
+        """Refuse calls that come later; those that are open go on."""
         self.is_draining = True
 
     async def idle(self) -> None:
-        """Wait until no call is known."""
+        """Wait until no call is open."""
         await self._idle.wait()
 
     def stop(self) -> None:
-        """End every call and every node's stream, with UNAVAILABLE."""
+        """End every call and every node's stream with the error DRAINING, which is status UNAVAILABLE."""
         error = RequestError(DRAINING, "the server has stopped")
         for known in self._calls.values():
             self._apply(self._fail(known.call, error))

@@ -26,8 +26,10 @@ class FleetService:
         self._heartbeat_s, self._node_timeout_s = heartbeat_s, node_timeout_s
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Return the handler to register with a server. Events stay bytes until they are read, so garbage gets its
-        proper status."""
+        """Return the gRPC handler of the service Fleet, to register with a server.
+
+        Events stay bytes until they are read, so that bytes that are no message get the status of a RequestError.
+        """
         attach: Any = grpc.stream_stream_rpc_method_handler(
             self._attach, response_serializer=fleet_pb2.NodeCommand.SerializeToString
         )
@@ -81,8 +83,10 @@ class NumberedStream:
         self._numbering = Numbering()
 
     async def read(self) -> Any:
-        """Return the next event; None at the end of the stream. Raise MessageLost, and RequestError for an invalid
-        message."""
+        """Wait for the next event and return it, or return None at the end of the stream.
+
+        Raises MessageLost when its number does not follow the last one, and RequestError when it is no valid event.
+        """
         message = await self._context.read()
         if message is grpc.aio.EOF:
             return None
@@ -101,7 +105,10 @@ class NumberedStream:
 
 
 async def read_hello(stream: NumberedStream) -> Any:
-    """Return the hello of a stream. Raise RequestError."""
+    """Wait for the first event of a stream, and return the hello in it.
+
+    Raises RequestError when no event comes within HELLO_DEADLINE_S or the first event is no valid hello.
+    """
     try:
         async with asyncio.timeout(HELLO_DEADLINE_S):
             event = await stream.read()

@@ -38,7 +38,7 @@ class Lease:
         self._socket.close()
 
     def take(self) -> bool:
-        """Take the lease, and return whether no other process has it."""
+        """Try to take the lease at once; return False if another process has it. True where no lease is needed."""
         if self._is_needed:
             try:
                 self._socket.bind(self._name)
@@ -47,7 +47,10 @@ class Lease:
         return True
 
     async def taken(self, ports: list[Port]) -> None:
-        """Return when this process has the lease and the ports are free."""
+        """Wait until this process has the lease, without limit; then wait until `ports` are free, at most PORTS_S.
+
+        If ports are still in use after that, returns nevertheless: the start of the server reports them.
+        """
         if not self.take():
             logger.info("another coordinator serves: this one is its standby")
             while True:

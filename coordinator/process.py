@@ -16,7 +16,10 @@ from serving_core.tasks import first_to_end
 
 
 def run(settings: CoordinatorSettings) -> None:
-    """Serve until stopped. Exit with code 2 and one sentence when the coordinator cannot start."""
+    """Run a coordinator until it has been stopped by a signal and is drained.
+
+    Exits with code 2 and a one-sentence message when the coordinator cannot start.
+    """
     run_process("coordinator", "coordinator", settings.log, lambda: _serve(settings))
 
 

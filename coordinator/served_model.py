@@ -22,7 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 def read_served_model(settings: CoordinatorSettings) -> ServedModel:
-    """Return the model that the settings name. Raise ModelError or SettingsError."""
+    """Read the model folder that the settings name, and return the model as it is served.
+
+    Raises ModelError for a folder that is missing, broken or not supported, and SettingsError for settings that do not
+    fit the model.
+    """
     if not settings.model:
         raise ModelError("no model folder was given")
     folder = Path(settings.model)
@@ -79,16 +83,16 @@ NUMBERS: Final = ("temperature", "top_p", "min_p", "repetition_penalty")
 
 
 def neutral_defaults() -> SamplingParams:
-    """Return the sampling defaults of the engine, which leave the model's probabilities unchanged."""
+    """Return sampling defaults that leave the model's probabilities unchanged."""
     neutral = requests.SamplingParams(max_tokens=1)
     return SamplingParams(top_k=neutral.top_k, **{name: getattr(neutral, name) for name in NUMBERS})
 
 
 def read_sampling_defaults(folder: Path) -> tuple[SamplingParams, list[str]]:
-    """Return the sampling defaults of a model folder, and a sentence for each value that cannot be used.
+    """Return the sampling defaults of a model folder, and a sentence for each value in it that cannot be used.
 
-    Values of generation_config.json replace the neutral defaults; without the file, the neutral defaults are returned.
-    Raise ModelError when the file is broken.
+    Values of generation_config.json replace the neutral defaults; without the file, these are returned. Raises
+    ModelError when the file is no JSON object.
     """
     defaults, problems = neutral_defaults(), list[str]()
     if not (folder / FILE).exists():
@@ -105,7 +109,7 @@ def read_sampling_defaults(folder: Path) -> tuple[SamplingParams, list[str]]:
 
 
 def _read(fields: JsonFields, name: str) -> dict[str, Any]:
-    """Return the sampling parameter that a value of the file sets. Raise ModelError or RequestError for an invalid
+    """Return the sampling parameter that a value of the file sets. Raises ModelError or RequestError for an invalid
     value."""
     match name:
         case "top_k":

@@ -52,9 +52,9 @@ MAX_TICK_S: Final = 0.25
 
 
 class CoordinatorServer:
-    """Run one coordinator.
+    """Run one coordinator: `start`, `open`, `wait`, `drain`, `stop`. Must be created on a running event loop.
 
-    Must be created on a running event loop. Creating, starting or opening it raises SettingsError or ModelError.
+    Creating, starting or opening it raises SettingsError or ModelError.
     """
 
     def __init__(self, settings: CoordinatorSettings) -> None:
@@ -146,7 +146,10 @@ class CoordinatorServer:
         ]
 
     async def start(self) -> None:
-        """Bind all ports and serve nodes. `stop` releases the ports."""
+        """Bind all ports and serve nodes, not yet clients; sets `port`, `fleet_port` and `http_port`.
+
+        `stop` releases the ports. Raises SettingsError when a port cannot be used.
+        """
         settings = self._settings
         check_ports(self.ports)
         fleet_tls = self._tls if settings.tls.tls_ca else None
@@ -158,8 +161,10 @@ class CoordinatorServer:
         self._supervision = asyncio.create_task(self._supervise())
 
     async def open(self) -> None:
-        """Serve clients too, after `start`. The health service reports ready only while prefill and decode nodes are
-        there."""
+        """Start to serve clients, and log the ports. Requires `start`.
+
+        The health service reports SERVING only while nodes for prefill and decode are attached.
+        """
         await self._public.start()
         dialled = "clients may dial port %d, nodes port %d, HTTP clients %s"
         logger.info(dialled, self.port, self.fleet_port, self.http_port if self.http_port >= 0 else "none")
@@ -168,17 +173,16 @@ class CoordinatorServer:
         logger.info(capped, caps.public, caps.http, caps.per_peer, caps.fleet)
 
     async def wait(self) -> None:
-        """Wait while the server runs, after `start`. Raise the error with which it fails."""
+        """Wait while the server runs, and raise the error that ends it. Requires `start`."""
         assert self._supervision is not None, "the server has not been started"
         await asyncio.shield(self._supervision)
 
     def reread_api_keys(self) -> None:
-        """Use the API keys that the file has now, from the next call on. Where the file has none, the keys stay as they
-        were."""
+        """Load the API keys from their file again, for later calls. Keeps the old keys when the file cannot be used."""
         self._public.reread_api_keys()
 
     async def drain(self) -> None:
-        """Refuse new calls, and return when the live ones have ended or after drain_s seconds."""
+        """Refuse new calls, and wait until the open ones have ended, at most drain_s seconds of the settings."""
         logger.info("draining: new calls are refused, and live ones have %g s to end", self._settings.drain_s)
         self._dispatcher.drain()
         await self._public.report()
@@ -190,7 +194,7 @@ class CoordinatorServer:
             logger.warning("calls still live after %g s", self._settings.drain_s)
 
     async def stop(self) -> None:
-        """End all calls and close all ports."""
+        """End all calls, close all ports, and send the traces that wait to be exported."""
         if self._supervision is not None:
             self._supervision.cancel()
         self._dispatcher.drain()

@@ -207,7 +207,7 @@ class CoordinatorSettings:
 
 
 def check_settings(settings: CoordinatorSettings) -> None:
-    """Raise SettingsError for settings that are unsafe or contradict each other."""
+    """Raise SettingsError for settings that are unsafe, malformed or contradict each other."""
     if settings.node_timeout_s <= settings.heartbeat_s:
         raise SettingsError(
             f"node_timeout_s ({settings.node_timeout_s:g}) must be above heartbeat_s ({settings.heartbeat_s:g})"
@@ -257,9 +257,9 @@ def _check_tls(settings: CoordinatorSettings) -> None:
 
 
 def api_keys(settings: CoordinatorSettings) -> dict[str, str]:
-    """Return the API keys with the names of their holders, from the settings and the file as it is now.
+    """Return the API keys as a map of key to holder name, from the settings and from the file as it is now.
 
-    Raise SettingsError, also where the admin key is one of the API keys.
+    Raises SettingsError when the file cannot be read, or the admin key is one of the API keys.
     """
     holders = read_api_keys(Path(settings.api_keys_file)) if settings.api_keys_file else {}
     if settings.api_key:
@@ -270,7 +270,10 @@ def api_keys(settings: CoordinatorSettings) -> dict[str, str]:
 
 
 def model_names(text: str) -> list[str]:
-    """Return the names in served_model_name as a list. Raise SettingsError."""
+    """Return the comma-separated names of `served_model_name` as a list, empty for an empty text.
+
+    Raises SettingsError for an empty or repeated name.
+    """
     found = [part.strip() for part in text.split(",")] if text else []
     if not all(found) or len(set(found)) < len(found):
         raise SettingsError(f"served_model_name must be names with commas between them, each once, not {text!r:.200}")
@@ -278,7 +281,10 @@ def model_names(text: str) -> list[str]:
 
 
 def origins(text: str) -> list[str]:
-    """Return the origins in allowed_origins as a list. Raise SettingsError."""
+    """Return the comma-separated origins of `allowed_origins` as a list.
+
+    Raises SettingsError for a text that is neither * nor an origin such as https://example.org:8080.
+    """
     found = [part.strip() for part in text.split(",") if part.strip()]
     for origin in found:
         if not _ORIGIN.fullmatch(origin):

@@ -29,9 +29,10 @@ TLS_LOOK_S = 0.25
 
 
 def run(settings: ApiServerSettings) -> None:
-    """Serve until the coordinator that started this API server ends the stream, or until a signal.
+    """Serve the public API until the coordinator that started this API server ends its stream, or until a signal.
 
-    Exits with code 2 and a one-sentence message when the API server cannot listen.
+    An API server that a coordinator started ignores SIGINT, SIGTERM and SIGHUP, which the coordinator handles for it.
+    Exits with code 2 and a one-sentence message when the settings are wrong or the API server cannot listen.
     """
     if settings.api_server_number:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the coordinator gets them and ends this server
@@ -87,7 +88,11 @@ class ApiServer:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._public.reread_api_keys)
 
     async def run(self) -> None:
-        """Serve until the coordinator has ended the stream of its own API server, or a signal has come."""
+        """Serve until the coordinator ends the stream of an API server that it started, or until a signal; then close.
+
+        Raises whatever ended the stream or the public API early, SettingsError for a port that cannot be opened among
+        them.
+        """
         attached = self._control.run() if self._is_child else self._control.run_again()
         serving = asyncio.create_task(first_to_end(attached, self._open()))
         stopping = asyncio.create_task(self._stopping())

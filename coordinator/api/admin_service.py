@@ -34,11 +34,11 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
         self._reshaping = asyncio.Lock()
 
     async def SetRole(self, request: inference_pb2.SetRoleRequest, _: Any) -> inference_pb2.SetRoleResponse:
-        """Change the role or shape of a node, and return its load once it has confirmed.
+        """Change the role or the ranks of a node, and return its load once it has confirmed.
 
-        Raises RequestError without role or shape, for an unknown node or a change that is not allowed, and if the node
-        does not confirm within CONFIRM_S, refuses or is lost. Calls run one after the other, so that each call sees the
-        result of the previous.
+        The request sets either `role` or `shape` (tensor and pipeline ranks). Raises RequestError when neither is set,
+        when the node is unknown or may not change, and when the node refuses, is lost or does not confirm within
+        CONFIRM_S. Calls run one after the other, so that each call sees the previous result.
         """
         match request.WhichOneof("to"):
             case "role":
@@ -56,10 +56,10 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
         return inference_pb2.SetRoleResponse(node=node.load)
 
     async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
-        """Stream the number of requests left on a draining node, at each change, until none is left.
+        """Drain a node: stream the number of requests left on it, at each change, until none is left.
 
-        The node keeps draining when the client disconnects: every request has its deadline. A role change or the loss
-        of the node ends the drain.
+        Raises RequestError when the node is unknown or may not be drained. The node keeps draining when the client
+        disconnects: every request has its deadline. A role change or the loss of the node ends the drain.
         """
         node = self._dispatcher.drain_node(request.node)
         told: int | None = None

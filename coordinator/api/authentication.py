@@ -33,9 +33,10 @@ class BearerSecrets:
         self._holders = {_digest(_normal(f"Bearer {secret}")): name for secret, name in holders.items()}
 
     def holder(self, authorizations: Iterable[str]) -> str | None:
-        """Return the holder name of the first matching secret among the header values, or None when none matches.
+        """Return the holder's name of a secret that matches a header value, or None when none matches.
 
-        Comparison takes constant time.
+        `authorizations` are the values of the call's `authorization` headers. A name may be empty. Comparison takes
+        constant time.
         """
         found = None
         for digest in [_digest(_normal(value)) for value in authorizations]:
@@ -54,8 +55,11 @@ class BearerAuthentication(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, secrets: BearerSecrets, sentence: str, service: str = "") -> None:
-        """Create the interceptor. With `service`, only the calls of that service need a secret; `sentence` is the
-        refusal."""
+        """Create the interceptor.
+
+        `secrets` are accepted; `sentence` is the message of a refusal, status UNAUTHENTICATED. With `service`, its full
+        name, only the calls of that service need a secret.
+        """
         self._secrets = secrets
         self._sentence = sentence
         self._prefix = f"/{service}/" if service else "/"

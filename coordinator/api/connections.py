@@ -37,10 +37,11 @@ class Connections(Generic[C]):
         return iter(self._peers)
 
     def add(self, connection: C, peer: str) -> C | None:
-        """Add a new connection as idle and return the connection to close for it, which is removed already, or None.
+        """Add a new connection as idle, and return the connection to close in exchange, or None when there is room.
 
-        The choice is the connection that has been idle longest, of the same peer if that peer has too many. The new
-        connection itself is returned when no other connection is idle.
+        `peer` is the address of the client (`peer_of`). If the peer now has more than `most_per_peer`, its longest idle
+        connection is chosen; else, with more than `most` in all, the longest idle of all peers; this is the new
+        connection when no other is idle. The returned connection is no longer tracked.
         """
         self._peers[connection] = peer
         self._num_of[peer] = self._num_of.get(peer, 0) + 1
@@ -61,7 +62,10 @@ class Connections(Generic[C]):
             self._idle_of.setdefault(peer, {}).setdefault(connection)
 
     def set_busy(self, connection: C) -> None:
-        """Mark a connection as busy, so that `add` does not choose it."""
+        """Mark a connection as busy, so that `add` does not choose it.
+
+        Has no effect on a busy or unknown connection.
+        """
         if connection in self._idle:
             del self._idle[connection]
             peer = self._peers[connection]
@@ -124,11 +128,12 @@ def connection_caps(
     guards_clients: bool = False,
     guards_nodes: bool = False,
 ) -> Caps:
-    """Return the caps that fit into `num_descriptors` open files.
+    """Return the largest numbers of connections per port that fit into `num_descriptors` open files.
 
-    `useful` is the number of client connections to aim for, unless `wanted` sets one (0: unset). A guard stands before
-    each port whose calls take a secret and needs GUARDED descriptors a connection. Raises SettingsError when the caps
-    do not fit.
+    `useful` is the number of client connections to aim for, unless `wanted` sets one (0: unset). `wanted_per_peer`
+    limits those of one address (0: half of all). With `guards_clients` or `guards_nodes` a guard stands before the
+    clients' gRPC port or the nodes' port and takes GUARDED descriptors a connection. Raises SettingsError when
+    `num_descriptors` is below LEAST_DESCRIPTORS, or `wanted` does not fit.
     """
     if num_descriptors < LEAST_DESCRIPTORS:
         raise SettingsError(
@@ -167,16 +172,16 @@ class Sheds:
         self._counts = Counter[tuple[str, str]]()
 
     def count(self, port: str, reason: str, number: int = 1) -> None:
-        """Add `number` closed connections."""
+        """Add `number` closed connections of a port (one of PORTS) for a reason (one of REASONS)."""
         self._counts[port, reason] += number
 
     def taken(self) -> Counter[tuple[str, str]]:
-        """Return the counts since the last call, and reset them."""
+        """Return the counts by (port, reason) since the last call, and reset them."""
         counts, self._counts = self._counts, Counter()
         return counts
 
     def figures(self) -> Iterator[Figure]:
-        """Yield the figures for /metrics."""
+        """Yield the one counter for /metrics, with a value for every port and reason."""
         known = [(port, reason) for port in PORTS for reason in REASONS]
         values = [({"port": port, "reason": reason}, self._counts[port, reason]) for port, reason in known]
         help = "Connections that were closed before their end, so that they take nothing from others."
@@ -194,7 +199,11 @@ class PortSheds:
         self._reminder = Reminder(first_pause_s=REMIND_S)
 
     def count(self, reason: str, sentence: str = "") -> None:
-        """Count one closed connection; a given `sentence` replaces the port's log message."""
+        """Count one closed connection for a reason (one of REASONS), and log the first of each reason at once.
+
+        A reason is logged again after pauses that double, from REMIND_S. A given `sentence` replaces the port's log
+        message.
+        """
         self._sheds.count(self._port, reason)
         if self._reminder.is_due(reason, time.monotonic()):
             logger.warning(sentence or self._sentence % reason)

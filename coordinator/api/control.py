@@ -37,19 +37,22 @@ class Control(Protocol):
         """Return whether the health service reports SERVING."""
 
     def capacity(self) -> Capacity:
-        """Return the current capacity of the fleet."""
+        """Return what the attached nodes can serve now: the longest sequence, and which request options."""
 
     def why_not_ready(self) -> str:
         """Return why no request can be served at this moment; empty when requests can be served."""
 
     def is_ready(self, node_name: str) -> bool:
-        """Return whether a node of this name is attached and ready."""
+        """Return whether a node of this name is attached and ready; False for an unknown name."""
 
     def recorded(self, record: CallRecord) -> AbstractContextManager[None]:
-        """Wrap a whole call; on exit the outcome in `record` is traced."""
+        """Return a context manager around a whole call.
+
+        On exit it ends the call's trace with the outcome in `record`.
+        """
 
     def refused(self, record: CallRecord, error: RequestError) -> None:
-        """Report a call that was refused before it began."""
+        """Add a call that was refused before it began, and its error, to the request history."""
 
     async def begin(
         self,
@@ -60,13 +63,15 @@ class Control(Protocol):
         deadline_s: float,
         record: CallRecord,
     ) -> Generation:
-        """Begin the outputs of a call under its SLO. `close` must follow.
+        """Submit the sequences of a call to the scheduler, and return the queue of their output. `close` must follow.
 
-        Raises RequestError, in which case nothing has begun.
+        `beginnings` has, for each sequence, the output that it already has and the state of its text. `asked` is the
+        request as it came, from which the SLO is found. `deadline_s` is a time of the monotonic clock, after which the
+        call fails. Raises RequestError, in which case nothing has begun.
         """
 
     def close(self, generation: Generation) -> None:
-        """Release a call that has ended for any reason."""
+        """Release a call that has ended for any reason; sequences that still run are aborted."""
 
 
 class LocalControl:

@@ -16,7 +16,10 @@ WRITE_TIMEOUT_S: Final = 30.0  # for a client that has stopped reading, at every
 
 
 async def read(context: Any) -> bytes:
-    """Return the one message of a call. Raises RequestError when no message comes within READ_TIMEOUT_S or at all."""
+    """Return the one message of a call.
+
+    Raises RequestError when no message comes within READ_TIMEOUT_S, or the client sends none.
+    """
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
             message = await context.read()
@@ -29,10 +32,10 @@ async def read(context: Any) -> bytes:
 
 
 async def write(context: Any, response: Any) -> None:
-    """Pass a message to gRPC, which blocks only while the client has stopped reading.
+    """Send a message to the client, waiting only while the client does not read.
 
-    Raises CancelledError after WRITE_TIMEOUT_S: gRPC still holds the message, so that no status can follow and the
-    connection ends.
+    Raises CancelledError after WRITE_TIMEOUT_S, which ends the call without a status: gRPC still holds the message, so
+    that no status can follow and the connection ends.
     """
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
@@ -71,6 +74,6 @@ class WriteTimer:
 
 
 def client_stalled() -> asyncio.CancelledError:
-    """Log that a client has read nothing for WRITE_TIMEOUT_S, and return the exception that ends its call."""
+    """Log that a client has read nothing for WRITE_TIMEOUT_S, and return the CancelledError that ends its call."""
     logger.warning("a client has read nothing for %g s", WRITE_TIMEOUT_S)
     return asyncio.CancelledError()

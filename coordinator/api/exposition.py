@@ -48,7 +48,11 @@ class Exposition(Collector):
         api_servers: Callable[[], Iterable[Figure]] = tuple,
         sheds: Sheds | None = None,
     ) -> None:
-        """Create the collector. `api_servers` returns the figures of each API server process, if there are several."""
+        """Create the collector over the counters of a coordinator, which it reads at each scrape.
+
+        `http` counts HTTP calls, `sheds` closed connections. `api_servers` returns the figures of each API server
+        process, if there are several. `model_name` is a label of vLLM's figures.
+        """
         self._metrics = metrics
         self._scheduler = scheduler
         self._registry = registry
@@ -59,10 +63,11 @@ class Exposition(Collector):
         self._process = ProcessCollector(registry=None)
 
     def render(self) -> bytes:
-        """Return the text of all figures, of type CONTENT_TYPE."""
+        """Return the text of all figures, as bytes of the type CONTENT_TYPE."""
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
+        """Yield all figures as prometheus_client's metric families: SplitServe's names, vLLM's, HTTP, this process."""
         nodes = self._registry.nodes
         is_path = has_path(nodes, embeds=self._registry.embeds)
         own = (_times(self._metrics), _totals(self._metrics), _by_class(self._metrics), _live(self._scheduler))
@@ -203,7 +208,10 @@ def _live(scheduler: Scheduler) -> Iterator[Figure]:
 
 
 def vllm_figures(metrics: Metrics, scheduler: Scheduler, nodes: Sequence[Node], *, is_path: bool) -> Iterator[Figure]:
-    """Yield the figures that have no SplitServe name. Names omit vLLM's prefix."""
+    """Yield the figures that only vLLM's names cover, without the prefix `vllm:`.
+
+    `is_path`: the fleet can serve a request.
+    """
     ends = {**dict.fromkeys(FINISH_REASONS.values(), 0), **metrics.finished, "error": metrics.failed.total()}
     help = "Ended requests, failed ones included."
     yield counter("request_success", help, [({"finished_reason": reason}, count) for reason, count in ends.items()])
@@ -242,7 +250,7 @@ def _cache(node: Node) -> Labels:
 
 
 def node_figures(nodes: Sequence[Node], scheduler: Scheduler, *, is_path: bool) -> Iterator[Figure]:
-    """Yield the figures of the attached nodes.
+    """Yield the figures of the attached nodes. `is_path`: the nodes can serve a request.
 
     Counters of a node start with its process and appear after its first report: otherwise a node that attaches again
     would seem to start from zero.

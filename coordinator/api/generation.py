@@ -27,11 +27,12 @@ class Generation:
         wire_id: str = "",
         wake: Callable[["Generation"], None] | None = None,
     ) -> None:
-        """Create the queue. `num_ended` outputs have ended already and send nothing.
+        """Create the queue of the `num_sequences` outputs of a call; `num_ended` of them have ended and send nothing.
 
         The first tokens of an output are sent at once, later tokens when there are `stream_interval` of them or the
-        output ends. Messages have `wire_id` as their request id, if given. `wake` is called when there is something to
-        take, for a reader that does not wait in `next`.
+        output ends. At most `max_unsent_tokens` for each output may wait. Messages have `wire_id` as their request id
+        if given, else `request_id`. `wake` is called when there is something to take, for a reader that does not wait
+        in `next`.
         """
         self.request_id = request_id
         self._wire_id = wire_id or request_id
@@ -49,7 +50,10 @@ class Generation:
         self.embedding = b""  # float32, little-endian, for an embedding request
 
     def push_chunk(self, index: int, chunk: inference_pb2.Chunk) -> None:
-        """Queue a chunk of one output. Raises RequestError when the unsent tokens exceed the limit."""
+        """Queue a chunk of the output number `index`, or keep it until `stream_interval` tokens are there.
+
+        Raises RequestError with reason SLOW_READER when the unsent tokens of the whole call exceed the limit.
+        """
         self._num_unsent_tokens += len(chunk.token_ids)
         if self._num_unsent_tokens > self._max_unsent_tokens:
             message = f"the reader is {self._num_unsent_tokens} tokens behind, the limit is {self._max_unsent_tokens}"
@@ -64,13 +68,16 @@ class Generation:
             self._push_or_join(index, chunk)
 
     def push_complete(self, index: int, complete: inference_pb2.Complete) -> None:
-        """Queue the end of one output."""
+        """Queue the end of the output number `index`, after all of its chunks."""
         self._num_open -= 1
         self._release(index)
         self._push(inference_pb2.GenerateResponse(request_id=self._wire_id, index=index, complete=complete))
 
     def fail(self, error: RequestError) -> None:
-        """End the whole call with an error, after the queued messages; a slow reader loses the queued messages too."""
+        """End the whole call with an error after the queued messages.
+
+        With reason SLOW_READER the queued messages are dropped. Only the first call has an effect.
+        """
         if self.error is None:
             self.error = error
             for index in list(self._held):
@@ -85,8 +92,10 @@ class Generation:
         return len(self._unsent)
 
     async def next(self) -> inference_pb2.GenerateResponse | None:
-        """Return the next message for the client, or None when every output has ended. Raises the RequestError of
-        `fail`."""
+        """Wait for the next message to the client and return it, or return None when every output has ended.
+
+        Raises the RequestError given to `fail`, once the queue is empty.
+        """
         while not self._unsent:
             if self.error is not None:
                 raise self.error
@@ -99,7 +108,10 @@ class Generation:
         return response
 
     def take_all(self) -> Iterable[inference_pb2.GenerateResponse]:
-        """Return the messages that the reader has yet to take."""
+        """Remove and return all messages that the reader has not taken, oldest first.
+
+        Does not wait and raises nothing.
+        """
         unsent, self._unsent = self._unsent, deque()
         self._num_unsent_tokens = sum(len(chunk.token_ids) for chunk in self._held.values())
         return unsent

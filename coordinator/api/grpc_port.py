@@ -38,8 +38,11 @@ class GrpcPort:
         max_connections: int,
         max_per_peer: int,
     ) -> None:
-        """Create the port. With `keys`, a guard limits connections that have brought no key; the server checks keys
-        itself."""
+        """Create the port of a gRPC server. With `keys`, a guard limits connections that have brought no key.
+
+        The guard allows `max_connections` in all and `max_per_peer` for one address, and counts those it closes in
+        `sheds`. The server still has to check the keys of each call. `name` is the port's in logs and metrics.
+        """
         self._name = name
         self._server = server
         self._keys = keys
@@ -51,9 +54,10 @@ class GrpcPort:
     def listen(
         self, host: str, port: int, tls: ServerTls | None, *, verifies: bool = False, shares_port: bool = False
     ) -> int:
-        """Listen and return the port number; 0 chooses a free port.
+        """Listen and return the port number; port 0 chooses a free one. With `tls` None the port is plain text.
 
-        With `verifies`, TLS asks every client for a certificate. Raises SettingsError.
+        With `verifies`, TLS asks every client for a certificate. `shares_port`: several processes listen at the same
+        port (SO_REUSEPORT), which only a guard supports. Raises SettingsError when the address cannot be used.
         """
         if self._keys is None or sys.platform != "linux":
             return listen(self._server, host, port, tls.grpc_credentials(verifies=verifies) if tls else None)
@@ -64,13 +68,13 @@ class GrpcPort:
         return number
 
     async def start(self) -> None:
-        """Start to serve."""
+        """Start the gRPC server and its guard, if there is one."""
         await self._server.start()
         if self._guard is not None:
             self._guard.start()
 
     async def stop(self, grace_s: float) -> None:
-        """Close the port and end all calls after `grace_s`."""
+        """Accept no more connections, and end the calls that still run after `grace_s`."""
         if self._guard is not None:
             self._guard.close()
         await self._server.stop(grace_s)

@@ -36,8 +36,10 @@ class Allowances:
         self._left: dict[str, tuple[float, float]] = {}  # amount left and its time, by peer; most recent sender last
 
     def take(self, peer: str, amount: float, now: float) -> bool:
-        """Take `amount` from the peer's allowance and return True, or return False and take nothing when too little is
-        left."""
+        """Take `amount` from the peer's allowance and return True, or take nothing and return False if less is left.
+
+        `now` is in seconds of any clock that only goes forward.
+        """
         left, then = self._left.pop(peer, (self._most, now))
         left = min(self._most, left + self._per_s * (now - then))
         has_enough = left >= amount
@@ -66,7 +68,7 @@ SHED: Final = "connections without a key are closed at the {} port (%s), so that
 
 
 class Guard:
-    """Guard of one port. Must be created on a running event loop.
+    """Guard the port of one gRPC server. Must be created on a running event loop.
 
     Call `listen`, `start`, then `close` and `wait_closed` in any case.
     """
@@ -82,7 +84,11 @@ class Guard:
         max_per_peer: int,
         tls: ssl.SSLContext | None,
     ) -> None:
-        """Create the guard. `port` is the name in metrics; the gRPC server listens at the unix socket `server_path`."""
+        """Create the guard of a port for the gRPC server that listens at the unix socket `server_path`.
+
+        `port` is the port's name in metrics and logs. Closed connections are counted in `sheds`. With `tls`, clients
+        must speak TLS, which ends here: the gRPC server gets plain bytes.
+        """
         self.secrets = secrets
         self.allowances = Allowances(ALLOWED_BYTES, ALLOWED_BYTES_PER_S)
         self.connections: Connections[_Client] = Connections(max_connections, max_per_peer)
@@ -96,19 +102,23 @@ class Guard:
         self._is_empty = asyncio.Event()
 
     def listen(self, host: str, port: int, *, shares_port: bool = False) -> int:
-        """Listen and return the port number; 0 chooses a free port. Raises SettingsError."""
+        """Bind the address, listen, and return the port number; port 0 chooses a free one.
+
+        `shares_port` lets several processes listen at the same port. Raises SettingsError when the address cannot be
+        used.
+        """
         self._sockets = listening_sockets(host, port, shares_port=shares_port, backlog=BACKLOG)
         number: int = self._sockets[0].getsockname()[1]
         return number
 
     def start(self) -> None:
-        """Start to accept connections. Requires `listen`."""
+        """Start to accept connections at the sockets that `listen` has opened."""
         for each in self._sockets:
             each.setblocking(False)
             self._loop.add_reader(each, self._accept, each)
 
     def close(self) -> None:
-        """Stop accepting connections."""
+        """Stop accepting connections; those that are open go on until `wait_closed`."""
         for each in self._sockets:
             self._loop.remove_reader(each)
             each.close()
@@ -171,18 +181,21 @@ class Guard:
             self._is_empty.set()
 
     def count(self, reason: str) -> None:
-        """Count a connection that is closed for `reason`."""
+        """Count, and now and then log, a connection that is closed for `reason`, one of connections.REASONS."""
         self._sheds.count(reason)
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a background task and keep it until its end."""
+        """Start `work` as a background task, which `wait_closed` cancels, and return the task."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def dial(self, client: "_Client") -> "_Server":
-        """Return a connection to the gRPC server for the client. Raises OSError or TimeoutError."""
+        """Connect to the gRPC server for the client, and return this connection.
+
+        Raises OSError, or TimeoutError after DIAL_TIMEOUT_S.
+        """
         ours = socket.socket(socket.AF_UNIX)
         try:
             ours.setblocking(False)
@@ -300,7 +313,7 @@ class _Client(_End):
         self.abort()
 
     def _read(self, data: bytes, reader: HeadReader) -> bool:
-        """Pass on the bytes that the client may send. Return False when the connection is closed and must not be read
+        """Pass on the bytes that the client may send. Returns False when the connection is closed and must not be read
         further."""
         if self.transport is None or self.transport.is_closing():
             return False

@@ -20,7 +20,7 @@ class HealthService(health.aio.HealthServicer):  # type: ignore[misc]
         self._statuses = {OVERALL: _Reply.SERVING}
 
     async def report(self, *, is_serving: bool) -> None:
-        """Set the status of Inference."""
+        """Set the status of the service Inference, and send the status to clients that watch it."""
         status = _Reply.SERVING if is_serving else _Reply.NOT_SERVING
         self._statuses[INFERENCE] = status
         await self.set(INFERENCE, status)

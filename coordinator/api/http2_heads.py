@@ -39,7 +39,7 @@ class Read(NamedTuple):
 
 
 class HeadReader:
-    """Parser of one connection."""
+    """Parse the bytes that one client sends, and find the `authorization` headers of its calls."""
 
     def __init__(self) -> None:
         self.has_acknowledged = False  # EMPTY_SETTINGS
@@ -57,16 +57,20 @@ class HeadReader:
         self._trusts = True
 
     def rest(self) -> bytes:
-        """Return the bytes that are not passed on yet, when parsing ends."""
+        """Return the bytes of an incomplete frame or preface that `feed` has not passed on. For the end of parsing."""
         return bytes(self._unread)
 
     @property
     def is_between_calls(self) -> bool:
-        """Return whether no frame, head or request is incomplete."""
+        """Return whether the preface has come, and no frame, head or request is incomplete."""
         return self.has_preface and not (self._unread or self._num_to_skip or self._head is not None or self._open)
 
     def feed(self, data: bytes) -> Read:
-        """Parse the next bytes. A head is passed on when it is complete. Raises BadHead."""
+        """Parse the next bytes, and return the bytes to pass on and the `authorization` values of complete heads.
+
+        A head is passed on when it is complete. Raises BadHead when the bytes are no HTTP/2, or exceed MAX_HEAD_BYTES
+        in a head or MAX_OPEN_CALLS.
+        """
         self._unread += data
         preface = b""
         if not self.has_preface:

@@ -68,7 +68,7 @@ def call_to_wire(
 
 
 def so_far_to_wire(so_far: SoFar) -> inference_pb2.OutputSoFar:
-    """Return the message of the part of an output that the client has already received."""
+    """Return the message of the part of an output that the client already has; the character count is left out."""
     return inference_pb2.OutputSoFar(
         token_ids=so_far.token_ids,
         finish_reason=so_far.finish_reason,
@@ -78,9 +78,10 @@ def so_far_to_wire(so_far: SoFar) -> inference_pb2.OutputSoFar:
 
 
 def plan_from_wire(wire: api_servers_pb2.ForwardedCall) -> tuple[RequestPlan, list[SoFar]]:
-    """Return the plan of a call, which its API server has validated, and what each output already has.
+    """Return the plan of a call that its API server has validated, and what the client already has of each output.
 
-    Inverse of call_to_wire for the fields that the coordinator uses.
+    Inverse of call_to_wire for the fields that the coordinator uses. A call without `so_far` has NOTHING for each
+    output.
     """
     request = wire.request
     sampling = sampling_from_wire(request.sampling_params, wire.grammar)

@@ -50,7 +50,11 @@ class Overview:
         start_s: float,
         limits: Mapping[str, str],
     ) -> None:
-        """Create the report. `limits` has the limits of each SLO class, as configured."""
+        """Create the report over the coordinator's state, which it reads and never changes.
+
+        `start_s` is the time at which the coordinator started, on the clock of `now` elsewhere. `limits` has the limits
+        of each SLO class by name, as configured.
+        """
         self._registry = registry
         self._ledger = ledger
         self._scheduler = scheduler
@@ -62,7 +66,10 @@ class Overview:
         self._node_samples: dict[Node, deque[Sample]] = {}
 
     def tick(self, now: float) -> None:
-        """Take a sample each SAMPLE_S. Call it at least as often."""
+        """Sample the counts, if SAMPLE_S has passed since the last sample; rates are computed from the samples.
+
+        Call it at least once each SAMPLE_S.
+        """
         if now - self._samples[-1].at_s < SAMPLE_S:
             return
         self._samples.append(self._sample(now))
@@ -72,10 +79,11 @@ class Overview:
             samples.append(_sample_of(node, now))
 
     def to_wire(self, now: float, *, after: int | None = None) -> inference_pb2.Overview:
-        """Return the report; without `after` it has no history of requests.
+        """Return the report at the time `now`, in seconds; without `after` the report has no history of requests.
 
-        With `after`, it has the history of the newest live requests, and of the requests that ended after the one with
-        this SequenceHistory.number, as far as it is kept; 0: all that is kept.
+        With `after`, the report has the history of the newest MAX_IN_FLIGHT requests in flight, and of the ended
+        requests whose SequenceHistory.number is above `after`, as far as the coordinator has kept them; 0: all that are
+        kept.
         """
         scheduler, times = self._scheduler, self._scheduler.history.times(now)
         first = self._samples[max(0, len(self._samples) - RATE_SAMPLES)]

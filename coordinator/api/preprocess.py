@@ -101,7 +101,7 @@ class Embedding:
 
 
 class Preprocessor:
-    """Preprocess the requests of both APIs, gRPC and HTTP."""
+    """Preprocess the requests of both APIs, gRPC and HTTP: validate, tokenize, plan and submit them to control."""
 
     def __init__(
         self,
@@ -114,10 +114,12 @@ class Preprocessor:
         max_sequences: int,
         slo_classes: Collection[str] = (),
     ) -> None:
-        """Create the preprocessor.
+        """Create the preprocessor for a model, whose requests go to `control`.
 
-        `max_sequences` is the largest number of sequences in flight, over all clients, and `slo_classes` are the names
-        of the operator's SLO classes."""
+        Requests may ask for at most `max_logprobs` top logprobs, and last at most `request_timeout_s`. With
+        `strict_fields`, a request with unknown fields is refused. `max_sequences` is the largest number of sequences in
+        flight, over all clients, and `slo_classes` are the names of the operator's SLO classes.
+        """
         self.model = model
         self.max_sequences = max_sequences
         self.slo_classes = slo_classes
@@ -145,9 +147,11 @@ class Preprocessor:
         remaining_s: float | None = None,
         terms: Terms = USUAL,
     ) -> AsyncIterator[Prepared]:
-        """Do the first half of `answer`: prepare a request without beginning it.
+        """Validate, tokenize and plan a request without submitting it; yield what `begun` needs to submit it.
 
-        Lets several requests of one call begin together or not at all. Raises RequestError before the block.
+        The first half of `answer`: several requests of one call can so begin together or not at all. `remaining_s` are
+        the seconds left for the request (None: request_timeout_s). `terms` are properties of the request that its
+        message has no field for. Raises RequestError before the block. When the block is left, the call's trace ends.
         """
         operation = "chat" if request.HasField("chat") else "text_completion"
         with self._recorded(request.request_id, operation, request.model) as record:
@@ -155,7 +159,10 @@ class Preprocessor:
 
     @asynccontextmanager
     async def begun(self, prepared: Prepared) -> AsyncIterator[Call]:
-        """Do the second half of `answer`, within the block of `prepared`. Raises RequestError before the block."""
+        """Submit a prepared request and yield the call, which is released when the block is left.
+
+        The second half of `answer`; must be used within the block of `prepared`. Raises RequestError before the block.
+        """
         plan, record, begun_s = prepared.plan, prepared.record, time.monotonic()
         with self.noting_refusal(record):
             generation = await self._control.begin(
@@ -231,7 +238,11 @@ class Preprocessor:
                 raise
 
     async def embed(self, request: inference_pb2.EmbedRequest, remaining_s: float | None = None) -> Embedding:
-        """Return the embedding for a request that has an id, within `remaining_s` seconds. Raises RequestError."""
+        """Submit a request that has an id, wait for its embedding, and return this.
+
+        `remaining_s` are the seconds left for the request (None: request_timeout_s). Raises RequestError when the
+        request is refused, fails, is aborted or is late.
+        """
         with self._recorded(request.request_id, "embeddings", request.model) as record:
             generation = await self._begin_embedding(request, remaining_s, record)
             try:
@@ -265,17 +276,17 @@ class Preprocessor:
 
     @property
     def adapters(self) -> Sequence[str]:
-        """Names of the LoRA adapters that requests may give as their model."""
+        """Return the names of the LoRA adapters that requests may give as their model."""
         return self._control.capacity().adapters or ()
 
     @property
     def num_live(self) -> int:
-        """Return the number of requests in flight or queued."""
+        """Return the number of sequences in flight or queued, over all API servers."""
         return self._control.num_live
 
     @contextmanager
     def noting_refusal(self, record: CallRecord) -> Iterator[None]:
-        """Report a RequestError raised inside the block as a refusal, and re-raise it."""
+        """Return a context manager that reports a RequestError raised inside as a refused call, and re-raises it."""
         try:
             yield
         except RequestError as error:
@@ -332,7 +343,10 @@ _LIMIT = TokenLimit(MAX_BAD_WORD_CHARS, lambda fewest: bad("bad_words", f"has on
 
 
 async def spellings(tokenizer: Tokenizer, words: Sequence[str]) -> Collection[tuple[int, ...]]:
-    """Return the token sequences of each word at the start of a text and behind a space."""
+    """Return the token sequences that spell each word, at the start of a text and behind a space; each once.
+
+    Raises RequestError for a word with more than MAX_BAD_WORD_CHARS tokens.
+    """
     texts = dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}"))
     runs = [await tokenizer.encode(text, _LIMIT, add_special_tokens=False) for text in texts]
     return dict.fromkeys(tuple(run) for run in runs if run)
@@ -345,7 +359,7 @@ NO_EMBEDDINGS: Final = "the model writes answers, and makes no embeddings unless
 
 
 def check_writes(config: ModelConfig) -> None:
-    """Raise RequestError if the model only makes embeddings."""
+    """Raise RequestError if the model only makes embeddings, so that it cannot generate tokens."""
     if config.embedder is not None:
         raise RequestError(BAD_PARAM, NO_ANSWERS, field="model")
 
@@ -358,7 +372,10 @@ def embedder_of(config: ModelConfig) -> Embedder:
 
 
 def as_question(request: EmbedRequest) -> GenerateRequest:
-    """Return a GenerateRequest with the fields that an embedding request has in common with it."""
+    """Return a GenerateRequest with the fields that an embedding request shares with it.
+
+    These are the ids, model, input, cache salt, priority and truncation.
+    """
     question = GenerateRequest(request_id=request.request_id, model=request.model, cache_salt=request.cache_salt)
     match request.WhichOneof("input"):
         case "text":
@@ -383,7 +400,11 @@ def most_kept(request: EmbedRequest, limits: Limits) -> int | None:
 
 
 def plan_embedding(request: EmbedRequest, prompt: list[int], limits: Limits, config: ModelConfig) -> RequestPlan:
-    """Check the tokenized request and return its plan, with defaults filled in. Raises RequestError."""
+    """Check a tokenized embedding request against the limits, and return its plan with the defaults filled in.
+
+    `prompt` are its token ids. Raises RequestError for an empty or too long prompt, an unknown token id, and dimensions
+    that the model does not support.
+    """
     if not prompt:
         raise bad("input", "is empty: an embedding needs at least one token")
     check_prompt_length(len(prompt), limits)
@@ -400,7 +421,10 @@ def plan_embedding(request: EmbedRequest, prompt: list[int], limits: Limits, con
 
 
 def pooling_of(request: EmbedRequest, config: ModelConfig) -> Pooling:
-    """Return the pooling that the request asks for. Raises RequestError."""
+    """Return the kind of pooling, normalization and dimensions that the request asks for, with the model's defaults.
+
+    Raises RequestError if the model makes no embeddings, or not with these dimensions.
+    """
     embedder = embedder_of(config)
     normalizes = request.normalize if request.HasField("normalize") else embedder.normalizes
     if not request.HasField("dimensions") or request.dimensions == config.hidden_size:
@@ -434,7 +458,11 @@ def check_counts(request: inference_pb2.GenerateRequest, limits: Limits) -> None
 def read_so_far(
     request: inference_pb2.GenerateRequest, plan: RequestPlan, limits: Limits, eos_token_ids: Sequence[int]
 ) -> tuple[SoFar, ...]:
-    """Return what the client has of each output of the plan. Raises RequestError."""
+    """Return, for each output of the plan, the part that the client already has from an earlier call.
+
+    NOTHING for each output if the request has no `so_far`. Raises RequestError when the entries are not one for each
+    output, an entry does not fit the plan, or a sampled request (temperature above 0) has no seed.
+    """
     if not request.so_far:
         return (NOTHING,) * len(plan.samplings)
     if len(request.so_far) != len(plan.samplings):

@@ -18,7 +18,10 @@ from serving_core.reasons import DEADLINE_EXCEEDED
 
 
 async def tokenize(tokenizer: Tokenizer, request: inference_pb2.GenerateRequest, limit: TokenLimit) -> list[int]:
-    """Return the token ids of a request's input. Raises RequestError when tokenizing fails or exceeds `limit`."""
+    """Return the token ids of a request's text, chat or tokenized input.
+
+    Raises RequestError when a chat cannot be rendered, or the input has more tokens than `limit`.
+    """
     if request.HasField("text"):
         return await tokenizer.encode(request.text, limit)
     if request.HasField("chat"):
@@ -50,9 +53,9 @@ async def _tokenize_chat(tokenizer: Tokenizer, chat: inference_pb2.ChatInput, li
 async def tokenize_cut(
     tokenizer: Tokenizer, question: inference_pb2.GenerateRequest, most: int | None, limits: Limits
 ) -> list[int]:
-    """Return the token ids of an input, truncated to the first `most`.
+    """Return the token ids of the input of `question`, truncated to the first `most`; None: not truncated.
 
-    The tokens that the tokenizer appends to a text are kept. Raises RequestError as `tokenize` does.
+    The tokens that the tokenizer appends to a text are kept at the end. Raises RequestError as `tokenize` does.
     """
     token_ids = await tokenize(tokenizer, question, uncut_limit(question, limits))
     if most is None or len(token_ids) <= most:
@@ -63,7 +66,10 @@ async def tokenize_cut(
 
 @asynccontextmanager
 async def within(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Limit the time of the block. Raises RequestError, whose message begins with `what`, after `timeout_s`."""
+    """Limit the time of the block to `timeout_s`; after that, cancel the block and raise RequestError.
+
+    `what` begins the error's message, followed by "not ready within ... s". The reason is DEADLINE_EXCEEDED.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -78,7 +84,10 @@ WHAT_FITS: Final = -1
 
 
 def check_truncation(request: GenerateRequest, limits: Limits) -> None:
-    """Check the truncation fields before the prompt is tokenized. Raises RequestError."""
+    """Raise RequestError when truncate_prompt_tokens is no valid number, or a tokenized input is too long to truncate.
+
+    Does nothing when the request asks for no truncation. For use before the prompt is tokenized.
+    """
     if not request.HasField("truncate_prompt_tokens"):
         return
     most = request.truncate_prompt_tokens
@@ -88,7 +97,7 @@ def check_truncation(request: GenerateRequest, limits: Limits) -> None:
 
 
 def uncut_limit(request: GenerateRequest, limits: Limits) -> TokenLimit:
-    """Return the limit of the prompt's length before truncation."""
+    """Return the limit of the prompt's length before truncation, for the tokenizer; a prompt beyond it is refused."""
     if not request.HasField("truncate_prompt_tokens"):
         return prompt_limit(limits)
     most = _most_uncut(limits)
@@ -98,7 +107,10 @@ def uncut_limit(request: GenerateRequest, limits: Limits) -> TokenLimit:
 
 
 def cut(prompt: list[int], request: GenerateRequest, limits: Limits, *, keeps_first: bool = False) -> list[int]:
-    """Return the prompt truncated as the request asks: its last tokens, or with `keeps_first` its first."""
+    """Return the prompt truncated as the request asks: its last tokens, or with `keeps_first` its first.
+
+    Returned unchanged without a truncation, and when no length would leave room for output: a later check refuses it.
+    """
     if not request.HasField("truncate_prompt_tokens"):
         return prompt
     most = request.truncate_prompt_tokens

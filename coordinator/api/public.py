@@ -58,7 +58,10 @@ class Behind:
 
 
 class PublicApi:
-    """Serve both ports of one API server. Must be created on a running event loop. Raises SettingsError."""
+    """Serve both ports of one API server, gRPC and HTTP. Must be created on a running event loop.
+
+    Creating it raises SettingsError. Call `listen`, `start`, then `stop` in any case.
+    """
 
     def __init__(
         self,
@@ -101,7 +104,10 @@ class PublicApi:
         self.http_port = -1  # set by `listen`; -1 without HTTP
 
     def listen(self) -> None:
-        """Open both ports. Raises SettingsError."""
+        """Open both ports, and set `port` and `http_port` to their numbers.
+
+        Raises SettingsError if a port cannot be used.
+        """
         settings, tls = self._settings, self._tls
         shares, verifies = settings.api_server_count > 1, settings.tls_verify_clients
         self.port = self._public.listen(settings.host, settings.grpc_port, tls, verifies=verifies, shares_port=shares)
@@ -109,14 +115,14 @@ class PublicApi:
             self.http_port = self._http.listen(settings.http_host, settings.http_port, shares_port=shares)
 
     async def start(self) -> None:
-        """Start to serve, after `listen`."""
+        """Start to accept calls at the ports that `listen` has opened."""
         await self._public.start()
         if self._http is not None:
             await self._http.start()
         self._warming = asyncio.create_task(self._warm_up())
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Close both ports, and end all calls after `grace_s`."""
+        """Accept no new calls, and end those that still run after `grace_s`."""
         if self._warming is not None:
             self._warming.cancel()
         stopping = [self._public.stop(grace_s)]
@@ -125,7 +131,7 @@ class PublicApi:
         await asyncio.gather(*stopping)
 
     async def report(self) -> None:
-        """Update the health service from control."""
+        """Set the status of the health service to what control reports."""
         is_serving = self._behind.control.is_serving
         await self._health.report(is_serving=is_serving)
         if is_serving:
@@ -144,8 +150,10 @@ class PublicApi:
         self._preprocessor.model.structures.begin()
 
     def reread_api_keys(self) -> None:
-        """Load the API keys from their file again, for calls from then on. Keeps the keys in use when the file has
-        none."""
+        """Load the API keys from their file again, for later calls.
+
+        Logs a warning and keeps the old keys if it cannot.
+        """
         assert self._api_keys is not None, "there is no file of API keys"
         try:
             holders = self._key_holders()
@@ -208,7 +216,10 @@ class PublicApi:
 
 
 def caps(settings: CoordinatorSettings) -> Caps:
-    """Return the connection caps of each API server; control owns the fleet port. Raises SettingsError."""
+    """Return the connection caps of each API server, an equal share of the configured numbers, and of the fleet port.
+
+    Raises SettingsError when a share is too small, or the limit on open files is.
+    """
     api_servers, wanted, per_peer = (
         settings.api_server_count,
         settings.max_connections,
@@ -242,7 +253,11 @@ class Places:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Count a call while the block runs. Raises RequestError at the limit."""
+        """Count a call as running while the block runs.
+
+        Raises RequestError with reason QUEUE_FULL before the block, reported as a refused call, if `most` calls are
+        running.
+        """
         if self._num_taken >= self._most:
             with self._noting_refusal(CallRecord("", ASKER.get())):
                 raise RequestError(QUEUE_FULL, f"{self._num_taken} calls at once, the limit is {self._most}")

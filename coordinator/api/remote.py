@@ -70,7 +70,7 @@ class _Output:
     has_ended: bool
 
     def take(self, chunk: inference_pb2.Chunk) -> None:
-        """Take the next tokens. Raise RequestError for a slow reader, and where they do not follow the ones before."""
+        """Take the next tokens. Raises RequestError for a slow reader, and where they do not follow the ones before."""
         check_follows(chunk.first_token_index, len(self.token_ids))
         self.token_ids.extend(chunk.token_ids)
         self.finish_reason = chunk.finish_reason
@@ -132,7 +132,11 @@ class RemoteControl:
     def __init__(
         self, stub: api_servers_pb2_grpc.ApiServersStub, name: str, *, metadata: Metadata = (), stream_interval: int = 1
     ) -> None:
-        """Create a detached connection. `name` identifies this API server."""
+        """Create a connection that is not attached yet. `name` identifies this API server at the coordinator.
+
+        `metadata` goes with the stream, for authentication. Outputs are sent to clients `stream_interval` tokens at a
+        time.
+        """
         self._stub = stub
         self._name = name
         self._metadata = metadata
@@ -148,7 +152,10 @@ class RemoteControl:
         self.sheds = Sheds()  # counts that the coordinator has yet to get
 
     async def run(self) -> None:
-        """Attach, and exchange messages until the stream ends; then fail the calls. Raise MessageLost."""
+        """Attach to the coordinator, exchange messages until the stream ends, and then fail all calls.
+
+        Does not attach again. Raises MessageLost if a message of the stream is missing.
+        """
         try:
             await self._attach()
         except _STREAM_ENDED as error:
@@ -158,7 +165,10 @@ class RemoteControl:
                 call.fail(RequestError(DRAINING, "the server has stopped"))
 
     async def run_again(self) -> None:
-        """Stay attached, and attach again when the stream has ended, to whichever coordinator answers."""
+        """Attach to the coordinator, and attach again whenever the stream ends, to whichever coordinator answers.
+
+        Never returns. Calls continue at the next coordinator; those without one for RESUME_DEADLINE_S fail.
+        """
         reminder = Reminder()
         while True:
             try:
@@ -172,13 +182,13 @@ class RemoteControl:
             await asyncio.sleep(AGAIN_S)
 
     def opened(self) -> None:
-        """Tell the coordinator that the API server listens."""
+        """Report to the coordinator that this API server listens, by a heartbeat."""
         self._listens = True
         self._beat()
 
     @property
     def num_calls(self) -> int:
-        """Number of this API server's calls that have begun or wait for the coordinator to admit them."""
+        """Return the number of this API server's calls that have begun or wait for the coordinator to admit them."""
         return len(self._calls)
 
     # ---- Control ----
@@ -213,7 +223,7 @@ class RemoteControl:
         self._send(refused=api_servers_pb2.RefusedCall(info=info, error=error_to_wire(error)))
 
     def count_call(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """Report a finished HTTP call, for the metrics."""
+        """Report a finished HTTP call to the coordinator, for its metrics. Dropped while not attached."""
         self._send(http_call=api_servers_pb2.HttpCall(handler=handler, method=method, status=status, seconds=seconds))
 
     async def begin(
@@ -273,7 +283,10 @@ class RemoteControl:
         return _Call(wire, generation, outputs, record, CARRIER.get(), now, deadline_s)
 
     def close(self, generation: Generation) -> None:
-        """Send nothing more to the call. The coordinator learns of its end when `recorded` exits."""
+        """Forget a call, so that nothing more is put into its queue.
+
+        The coordinator learns of its end when `recorded` exits.
+        """
         del self._calls[self._ids.pop(generation)]
 
     # ---- the stream ----
@@ -441,9 +454,10 @@ class ForwardedAdmin(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
 
 
 async def asked(method: Any, request: Any, metadata: Metadata) -> Any:
-    """Return the coordinator's response to a unary call.
+    """Send `request` to the coordinator by the stub's unary `method`, and return the response.
 
-    The deadline is asyncio's, since gRPC's depends on the wall clock. Raises RequestError or AioRpcError.
+    Raises RequestError after DEADLINE_S, and AioRpcError if the call fails. The deadline is asyncio's, since gRPC's
+    depends on the wall clock.
     """
     try:
         async with asyncio.timeout(DEADLINE_S):

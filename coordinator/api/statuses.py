@@ -73,12 +73,12 @@ def to_status(error: RequestError) -> grpc.Status:
 
 
 def is_for_later(error: RequestError) -> bool:
-    """Return whether a retry can help."""
+    """Return whether the same request may succeed later: its status is UNAVAILABLE, or it was refused for load."""
     return CODES[error.reason] is Code.UNAVAILABLE or error.reason in (reasons.QUEUE_FULL, reasons.WOULD_BE_LATE)
 
 
 def retry_after_s(error: RequestError) -> int:
-    """Return the whole seconds after which a retry can help."""
+    """Return the whole seconds to wait before a retry: the error's `retry_after_s` rounded up, else RETRY_DELAY_S."""
     return math.ceil(float(error.metadata.get("retry_after_s", RETRY_DELAY_S)))
 
 
@@ -114,7 +114,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, place: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Create the interceptor. Every call holds a `place` while it lasts, except calls that need no key."""
+        """Create the interceptor. `place()` is a context manager around each call, except calls that need no key.
+
+        A RequestError that it raises refuses the call.
+        """
         self._place = place
 
     async def intercept_service(
@@ -136,7 +139,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 
 def parse(parser: Callable[[bytes], Any], message: bytes) -> Any:
-    """Return the parsed message. Raises RequestError when the bytes do not parse."""
+    """Return `parser(message)`. Raises RequestError when the bytes are not the protobuf message that `parser` reads."""
     try:
         return parser(message)
     except DecodeError as error:

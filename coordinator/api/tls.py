@@ -31,9 +31,9 @@ class ServerTls:
         self._pems, self._newest = self._read([(HTTP, verifies_clients)])
 
     def refresh(self) -> None:
-        """Reload the files if they have changed; call it periodically.
+        """Reload the certificate, key and CA if their files have changed; call it periodically. Raises nothing.
 
-        A certificate and key that do not match, as while the files are being replaced, are not loaded.
+        Files that cannot be used together, as while they are being replaced, are logged and not loaded.
         """
         if (stamps := self._files.stamps()) == self._stamps:
             return
@@ -46,7 +46,10 @@ class ServerTls:
             logger.info("new connections get the certificate that has come")
 
     def grpc_credentials(self, *, verifies: bool) -> grpc.ServerCredentials:
-        """Return credentials for a gRPC port. With `verifies`, it asks every client for a certificate of the CA."""
+        """Return credentials for a gRPC port; each handshake uses the newest configuration.
+
+        With `verifies`, the port asks every client for a certificate of the CA.
+        """
         in_use = self._pems
 
         def fetch() -> Any:
@@ -61,11 +64,14 @@ class ServerTls:
         return grpc.dynamic_ssl_server_credentials(_configuration(in_use, verifies), fetch, verifies)
 
     def http_context(self) -> ssl.SSLContext:
-        """Return a context for an HTTP/1.1 port; each handshake uses the newest configuration."""
+        """Return a context for an HTTP/1.1 port; each handshake uses the newest configuration.
+
+        The port asks for client certificates if the constructor was given `verifies_clients`.
+        """
         return self._following((HTTP, self._verifies_clients))
 
     def http2_context(self, *, verifies: bool) -> ssl.SSLContext:
-        """Return a context for an HTTP/2 port, as `http_context` does.
+        """Return a context for an HTTP/2 port; each handshake uses the newest configuration.
 
         With `verifies`, the port asks every client for a certificate of the CA.
         """

@@ -31,8 +31,10 @@ class UnknownFields:
         self._logged: set[str] = set()
 
     def check(self, names: Sequence[str]) -> str:
-        """Return the warning for a request with these unknown fields; empty without any. Raises RequestError when
-        strict."""
+        """Return a warning that lists the unknown fields `names`, or an empty string without any.
+
+        Each distinct warning is also logged once, up to MAX_LOGGED. When strict, raises RequestError instead.
+        """
         if not names:
             return ""
         warning = f"unknown fields: {_listed(names)}"

@@ -95,7 +95,7 @@ class RequestPlan:
 
 
 def check_input(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
-    """Check all fields that do not depend on the tokenized prompt. Raises RequestError."""
+    """Raise RequestError for an invalid field of the request; checks all fields that need no tokenized prompt."""
     _check_model(request.model, limits)
     if not REQUEST_ID.fullmatch(request.request_id):
         raise bad("request_id", f"must match {REQUEST_ID.pattern}, not {_quoted(request.request_id)}")
@@ -119,9 +119,9 @@ def check_input(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
 
 
 def check_num_sequences(params: inference_pb2.SamplingParams, num_prompts: int, limit: int) -> int:
-    """Return the number of sequences that a client's call asks for, over all its prompts.
+    """Return the number of sequences of a client's call: n for each of its `num_prompts` prompts.
 
-    Raises RequestError when it exceeds `limit`, the largest number in flight: retries would never succeed.
+    Raises RequestError when it exceeds `limit`, the largest number in flight, since retries would never succeed.
     """
     num_each = _num_sequences(params)
     num = num_prompts * num_each
@@ -134,7 +134,7 @@ def check_num_sequences(params: inference_pb2.SamplingParams, num_prompts: int, 
 
 
 def check_chat(chat: inference_pb2.ChatInput) -> None:
-    """Raise RequestError for a chat that is empty or exceeds a limit."""
+    """Raise RequestError for a chat without messages, above a limit, or with fields that exclude each other."""
     _check_prompt_is_there("chat.messages", len(chat.messages))
     check_count("chat.messages", len(chat.messages), MAX_MESSAGES)
     for index, message in enumerate(chat.messages):
@@ -156,9 +156,10 @@ def plan_request(
     grammar: str = "",
     spelled: Collection[tuple[int, ...]] = (),
 ) -> RequestPlan:
-    """Check all remaining fields and return the plan, with defaults for the fields that the client left unset.
+    """Check the fields that `check_input` leaves, and return the plan, with defaults for the fields that are not set.
 
-    `grammar` is the compiled constraint and `spelled` are the token sequences of the bad words. Raises RequestError.
+    `prompt` are the token ids of the input. `defaults` are the model's sampling defaults. `grammar` is the compiled
+    constraint, and `spelled` are the token sequences of the bad words. Raises RequestError.
     """
     _check_prompt_is_there("input", len(prompt))
     check_prompt_length(len(prompt), limits)
@@ -203,7 +204,11 @@ def _check_constraint(params: inference_pb2.SamplingParams) -> None:
 
 
 def prompt_limit(limits: Limits, num_answer_tokens: int | None = None) -> TokenLimit:
-    """Return the limit of a prompt's length that leaves room for `num_answer_tokens`; None stands for the minimum."""
+    """Return the limit of a prompt's length that leaves room for `num_answer_tokens` (None: limits.min_output_tokens).
+
+    The prompt must also fit into the KV cache of the largest prefill node. The limit makes the error for a longer
+    prompt.
+    """
     if num_answer_tokens is None:
         num_answer_tokens = limits.min_output_tokens
     limit, _ = _context(limits)
@@ -223,13 +228,16 @@ def _check_model(name: str, limits: Limits) -> None:
 
 
 def check_count(field: str, count: int, limit: int) -> None:
-    """Raise RequestError for a list with more than `limit` entries, before the list is read."""
+    """Raise RequestError, naming `field`, when a list has more than `limit` entries."""
     if count > limit:
         raise bad(field, f"has {count} entries, the limit is {limit}")
 
 
 def check_number(name: str, value: float) -> None:
-    """Raise RequestError for a temperature, probability or penalty that is out of range."""
+    """Raise RequestError when a sampling parameter is NaN or outside its range in SAMPLING_RANGES.
+
+    `name` is a temperature, probability or penalty.
+    """
     low, high = SAMPLING_RANGES[name]
     if not low <= value <= high:  # refuses NaN too
         raise bad(name, f"must be within [{low:g}, {high:g}], not {value:g}")
@@ -330,7 +338,7 @@ def _with_seeds(
 
 
 def sequence_seeds(seed: int, num_sequences: int) -> list[int]:
-    """Return the seed of each sequence, of which the first is the request's."""
+    """Return the seed of each sequence: `seed`, `seed` + 1 and so on, wrapped into 64 signed bits."""
     return [(seed + index + 2**63) % 2**64 - 2**63 for index in range(num_sequences)]  # within an int64
 
 
@@ -451,7 +459,7 @@ def _num_sequences(params: inference_pb2.SamplingParams) -> int:
 
 
 def bad(field: str, problem: str) -> RequestError:
-    """Return the error for an invalid field value."""
+    """Return the RequestError for an invalid value of a field; its message is the field's name and `problem`."""
     return RequestError(BAD_PARAM, f"{field} {problem}", field=field)
 
 

@@ -65,13 +65,14 @@ class RetryAfterEstimator:
         return len(self._expected)
 
     def ended(self, now: float) -> None:
-        """Record that a request has ended and its place is free."""
+        """Record that a request has ended at `now`, so that a running slot is free."""
         self._ends.add(now)
 
     def retry_after_s(self, now: float, least_s: float = 0.0, key: int | None = None) -> float:
-        """Return the retry-after of one more refused request, in seconds, `least_s` at least.
+        """Return after how many seconds one more refused request should try again, `least_s` at least.
 
-        Where the request has a key, a place is kept for it until then, rounded up to a whole second.
+        With a `key` (Prompt.key), the request is expected back at that time, rounded up to a whole second, and counts
+        as such in `num_expected`.
         """
         per_s = self._ends.per_s(now)
         free_s = max(self._last_s, now) + (1 / per_s if per_s else 0.0)
@@ -84,7 +85,10 @@ class RetryAfterEstimator:
         return retry_after_s
 
     def returned(self, key: int, now: float) -> bool:
-        """Return whether a request that arrives was refused and comes at about its time; forget its time."""
+        """Return whether a request that arrives was refused earlier and comes back at or after its retry-after time.
+
+        It may come RETRY_GRACE_S early. The request of this `key` is no longer expected back. False for an unknown key.
+        """
         self._forget(now)
         if (at_s := self._times_s.pop(key, None)) is None:
             return False
@@ -94,7 +98,11 @@ class RetryAfterEstimator:
         return is_its_time
 
     def num_expected(self, now: float, within_s: float) -> float:
-        """Return how many refused requests are expected back within `within_s` seconds."""
+        """Return how many refused requests will probably come back within `within_s` seconds.
+
+        This is the number due by then, times the share of the latest retry-after times at which a request did come
+        back.
+        """
         if not self._expected:
             return 0.0
         self._forget(now)
@@ -102,8 +110,10 @@ class RetryAfterEstimator:
         return num_due * sum(self._have_returned) / NUM_RETRIES_MEASURED
 
     def reserved_s(self, now: float, within_s: float) -> float:
-        """Return the seconds of the fleet's work that are reserved for the requests expected back within `within_s`
-        seconds."""
+        """Return the seconds that the fleet needs for the requests expected back within `within_s` seconds.
+
+        0 while the rate at which requests end is unknown.
+        """
         per_s = self._ends.per_s(now)
         return self.num_expected(now, within_s) / per_s if per_s else 0.0
 
@@ -149,16 +159,19 @@ class DeferredQueue:
 
     @property
     def first(self) -> Request | None:
-        """Return the next deferred request that is not late."""
+        """Return the deferred request that begins next, late ones aside; None if there is none."""
         return self._deferred[0].request if self._deferred else None
 
     @property
     def first_late(self) -> Request | None:
-        """Return the next late request."""
+        """Return the late request that begins next; None if there is none."""
         return self._late[0][2] if self._late else None
 
     def num_ahead(self, request: Request) -> int:
-        """Return how many deferred requests go before this one."""
+        """Return how many deferred requests begin before this one; all of them, late ones aside, if it is not deferred.
+
+        0 for a late request.
+        """
         if request.state is not State.QUEUED:
             return len(self._deferred)
         if any(late is request for _, _, late in self._late):
@@ -167,9 +180,11 @@ class DeferredQueue:
         return next(places, len(self._deferred))
 
     def defer(self, request: Request, placed: Placed, now: float, *, in_time: bool = False) -> bool:
-        """Defer a request that no node has had and that could be placed like this, if that helps.
+        """Queue a request if waiting helps it, and return whether it is queued; it enters state QUEUED.
 
-        Return whether the request is deferred. `in_time`: do not defer a request that is expected to wait too long.
+        `placed` is how it could begin now. Waiting helps a request with an SLO that no node has had, and that would be
+        late or make others late if it began now, as long as there is time to wait. With `in_time`, a request that is
+        expected to wait longer than that time is not queued.
         """
         due = request.due
         if placed.is_timely or due is None or request.output or request.avoid:
@@ -187,17 +202,18 @@ class DeferredQueue:
         return True
 
     def defer_late(self, request: Request, now: float) -> None:
-        """Defer a request as late, whether it was deferred before or not."""
+        """Queue a request as late, behind all others, and remove it from the queue of those that are not late."""
         self.remove(request)
         insort(self._late, (request.priority, request.age, request))
         request.is_late = True
         self._enter_queue(request, now)
 
     def urgent(self, placed: Placed, num_prefill_nodes: int, now: float) -> Request | None:
-        """Return the request that must begin although it would make others late; None where all can wait longer.
+        """Return the request that must begin although it makes others late; None where all deferred ones can wait.
 
-        `placed` is the placement of the first request, and `num_prefill_nodes` the number of prefill nodes. Where a
-        request can wait no longer, the first one of its priority in the queue begins."""
+        Late ones are left aside. `placed` is the placement of the first request, and `num_prefill_nodes` the number of
+        prefill nodes. Where a request can wait no longer, the first one of its priority in the queue begins.
+        """
         has_work = placed.begins_s - placed.prefill_s > TICK_S
         begins_s, first = 0.0, None
         for each in self._deferred:
@@ -209,11 +225,15 @@ class DeferredQueue:
         return None
 
     def may_late_begin(self, placed: Placed) -> bool:
-        """Return whether the first late request, which could be placed like this, may begin."""
+        """Return whether the first late request may begin, given how it could be placed.
+
+        It may if it makes no other request late and its prefill node has hardly any queue, or if LATE_FLOOR owes it a
+        turn.
+        """
         return (placed.is_timely and placed.queue_s <= MAX_LATE_QUEUE_S) or self._num_owed >= 1
 
     def started(self, request: Request) -> None:
-        """Note that a request begins, whether it was deferred or not."""
+        """Record that a request begins, deferred or not: take it from the queue, and count a turn of late requests."""
         if request.is_late:
             self._num_owed = max(0.0, self._num_owed - 1)
         elif self._late:
@@ -221,7 +241,10 @@ class DeferredQueue:
         self.remove(request)
 
     def learn(self, request: Request, now: float) -> None:
-        """Learn from how long a request was deferred that is to begin now, or to end in vain."""
+        """Learn the error of the expected wait from a deferred request that begins now, or ends without having begun.
+
+        A request that is not in the queue is ignored.
+        """
         entry = next((each for each in self._deferred if each.request is request), None)
         if entry is not None and entry.until_s < inf:
             most_s = entry.until_s - request.timeline.start_s
@@ -256,13 +279,13 @@ FEWEST_FIRST_TOKENS: Final = 8  # needed to measure how fast a queue moves
 
 
 class Admission:
-    """Decide on new requests, and learn margins from the requests admitted."""
+    """Admit, defer or refuse new requests, and learn margins from the requests that were admitted."""
 
     def __init__(self, ledger: Ledger, *, admits_late: bool, max_queue_wait_s: float) -> None:
         """Create an admission control without measurements and without deferred requests.
 
         `admits_late`: admit requests that would miss their SLO or make others miss theirs. `max_queue_wait_s`: the
-        longest wait for the first token; 0 sets no limit.
+        longest wait for the first token, in seconds; 0 sets no limit.
         """
         self.admits_late: Final = admits_late
         self.deferred = DeferredQueue()
@@ -274,9 +297,10 @@ class Admission:
         self._first_tokens = _FirstTokenRate()
 
     def planned_due(self, request: Request) -> Due | None:
-        """Return the deadlines of a request that decisions plan for.
+        """Return the deadlines that placement plans for: the request's own, with an earlier one for the first token.
 
-        The planned deadline of the first token is before the limit by the learned margin. A late request has none.
+        It is earlier by a learned margin. A late request, and one without an SLO on TTFT, has no deadline for the first
+        token (infinity). None without an SLO.
         """
         due, slo = request.due, request.slo
         if due is None or slo is None or request.output:
@@ -287,20 +311,21 @@ class Admission:
 
     @property
     def tpot_margin(self) -> float:
-        """Return the factor by which the TPOT of outputs rarely exceeded the planned limit."""
+        """Return the factor by which recent outputs rarely exceeded the planned limit of TPOT; at least 1."""
         return min(1 + MOST_SPARE, self._tpot_margin.factor)
 
     # ---- decisions ----
 
     def arrived(self, request: Request, now: float) -> None:
-        """Note whether a new request comes back at its retry-after time."""
+        """Set `request.came_back`: whether a new request was refused before and comes back at its retry-after time."""
         if len(self._retries):  # otherwise the key, a hash of the whole prompt, is not needed
             request.came_back = self._retries.returned(request.prompt.key, now)
 
     def check_wait(self, request: Request, placed: Placed, num_waiting: int, now: float) -> None:
-        """Raise RequestError where a new request would wait too long for its first token.
+        """Raise RequestError, with a retry-after, where a new request would wait too long for its first token.
 
-        `num_waiting` requests have no first token yet.
+        `placed` is how it could begin. `num_waiting` requests have no first token yet. A request that has output, or
+        whose SLO on TTFT can be attained, is not checked.
         """
         if request.output or (request.limits_first and not self.is_hopeless(request, placed, now)):
             return  # the first token is in time, or the request goes after all others
@@ -308,11 +333,11 @@ class Admission:
         self._check_wait(request, placed, num_waiting if is_queue else 0, now)
 
     def defer(self, request: Request, placed: Placed, now: float) -> bool:
-        """Put a request that could be placed like this into the queue `deferred`, if that helps. Return whether it did.
+        """Put a request into the queue `deferred` if waiting helps, and return whether it is there.
 
-        Idle nodes defer no request. Only a new request with an SLO can be deferred, if it would be late or make others
-        late. Without `admits_late`, neither a prompt that cannot be prefilled by its deadline nor a request that would
-        wait too long is deferred.
+        `placed` is how the request could begin now. Idle nodes defer no request. Only a new request with an SLO can be
+        deferred, if it would be late or make others late. Without `admits_late`, neither a prompt that cannot be
+        prefilled by its deadline nor a request that would wait too long is deferred.
         """
         if self.is_idle(placed):
             return False
@@ -322,10 +347,11 @@ class Admission:
         return self.deferred.defer(request, placed, now, in_time=not self.admits_late)
 
     def admit(self, request: Request, placed: Placed, num_waiting: int, now: float) -> bool:
-        """Return whether a request may begin like this; else it is deferred as late.
+        """Return whether a request may begin as `placed`; if not, it has been deferred as late.
 
-        Raise RequestError for a request that is refused, with its retry-after. Idle nodes take every request: no later
-        time would be better, and only running a request shows whether the estimates of these nodes are too slow.
+        Raises RequestError, with a retry-after, for a request that is refused. `num_waiting` requests have no first
+        token yet. Idle nodes take every request: no later time would be better, and only running a request shows
+        whether the estimates of these nodes are too slow.
         """
         if self.is_idle(placed):
             return True
@@ -339,7 +365,10 @@ class Admission:
         return False
 
     def keeps_slos(self, request: Request, placed: Placed, now: float) -> bool:
-        """Return whether a request may begin where it could be placed like this, as far as SLOs are concerned."""
+        """Return whether a request that begins as `placed` attains its SLO and makes no other request miss its own.
+
+        Always True with `admits_late`, and for a request without an SLO, or one that nodes have had.
+        """
         is_new = request.due is not None and not request.num_restarts and not request.output
         if self.admits_late or not is_new:
             return True
@@ -347,12 +376,15 @@ class Admission:
         return not num_late and placed.tpot_ratio <= 1 and not self.is_hopeless(request, placed, now)
 
     def is_idle(self, placed: Placed) -> bool:
-        """Return whether the nodes of a placement have nothing to do."""
+        """Return whether both nodes of a placement have finished all that they were given."""
         return self._ledger.is_idle(placed.prefill_node) and self._ledger.is_idle(placed.decode_node)
 
     def is_hopeless(self, request: Request, placed: Placed, now: float) -> bool:
-        """Return whether a new request that could be placed like this cannot have its first token by the planned
-        deadline, even if prompts that take longer gave way to its prompt."""
+        """Return whether a new request placed like this cannot have its first token by the planned deadline.
+
+        It is hopeless if that is so even when prompts that take longer let its prompt go first. False without an SLO on
+        TTFT.
+        """
         due = self.planned_due(request)
         if due is None or request.output or due.first_s == inf:
             return False
@@ -362,7 +394,10 @@ class Admission:
         return now + placed.least_prefill_s + reserved_s > due.first_s
 
     def num_spare(self, request: Request, now: float) -> int:
-        """Return how many running slots a request must leave free for requests that come back and can be in time."""
+        """Return how many running slots a request must leave free for others.
+
+        These are others that come back at their retry-after time; a late request leaves SPARE_SLOTS.
+        """
         if request.is_late:
             return SPARE_SLOTS
         can_wait = self.admits_late or not request.limits_first
@@ -373,12 +408,18 @@ class Admission:
     def refusal(
         self, reason: str, message: str, now: float, least_s: float = 0.0, request: Request | None = None
     ) -> RequestError:
-        """Return the error of a refused request with its retry-after, `least_s` seconds at least."""
+        """Return the error for a refused request, with a retry-after in its message and metadata.
+
+        The retry-after is at least `least_s` seconds. With `request`, the request is expected back at that time.
+        """
         wait_s = self._retries.retry_after_s(now, least_s, None if request is None else request.prompt.key)
         return RequestError(reason, f"{message}: try again in {wait_s:.1f} s", retry_after_s=f"{wait_s:.3f}")
 
     def late_refusal(self, request: Request, now: float, least_s: float = 0.0, **seconds: float) -> RequestError:
-        """Return the error of a request whose SLO cannot be attained, with the predictions for it."""
+        """Return the error for a request whose SLO cannot be attained, reason WOULD_BE_LATE, with a retry-after.
+
+        Its metadata has the predictions for the request, and `seconds` under their names.
+        """
         message = "the limits of the request cannot be kept beside those of others"
         refusal = self.refusal(reasons.WOULD_BE_LATE, message, now, least_s, request)
         return with_expectation(refusal, request, **seconds)
@@ -405,7 +446,11 @@ class Admission:
     # ---- predictions, and what is learned from them ----
 
     def predict(self, request: Request, placed: Placed, now: float) -> None:
-        """Record when the first token of a request that begins now is expected, if that is known and in time."""
+        """Set `request.predicted_first_s`, when its first token is expected, for a request that begins now as `placed`.
+
+        None if the prediction is unknown, or the request restarts or will be late: `first_token` then learns nothing
+        from it.
+        """
         is_timely = placed.is_timely and not request.num_restarts and not self.is_hopeless(request, placed, now)
         is_new = placed.least_prefill_s > 0 and not request.output
         due = self.planned_due(request)
@@ -414,7 +459,10 @@ class Admission:
         request.predicted_first_s = max(now + placed.begins_s, planned_s) if is_timely and is_new else None
 
     def expect(self, request: Request, placed: Placed, now: float) -> None:
-        """Record the predictions for a request with an SLO that begins now, and that no node has had."""
+        """Set `request.expectation`, the predictions that clients see, for a request that begins now as `placed`.
+
+        Has no effect without an SLO, for an embedding, and for a request that nodes have had or that has predictions.
+        """
         if not self._is_new(request) or request.expectation is not None or request.pooling is not None:
             return
         due, planned = request.due, self.planned_due(request)
@@ -431,12 +479,18 @@ class Admission:
         )
 
     def first_token(self, request: Request, num_waiting: int, now: float) -> None:
-        """Learn from the first token of a request, while `num_waiting` other requests wait for theirs."""
+        """Learn from the first token of a request how wrong its prediction was, and how fast the queue moves.
+
+        `num_waiting` other requests wait for their first token.
+        """
         self._first_tokens.add(num_waiting, now)
         self._learn(request, now)
 
     def refused_late(self, request: Request, now: float) -> None:
-        """Learn from a request that a node has refused because its first token would have come after its limit."""
+        """Learn from a request that a node has refused because its first token would have come after its limit.
+
+        It counts as a first token LATE_SHARE of the limit late, or at `now` if that is later.
+        """
         if request.slo is not None and (limit_s := request.slo.ttft_s) is not None:
             self._learn(request, max(now, request.timeline.start_s + limit_s * (1 + LATE_SHARE)))
 
@@ -446,7 +500,7 @@ class Admission:
             self._ttft_margin.note(slo.ttft_s, slo.ttft_s + first_s - predicted_s)
 
     def ended(self, request: Request, now: float) -> None:
-        """Learn from the end of an admitted request."""
+        """Learn from the end of an admitted request: a running slot is free, and its TPOT is known."""
         self._retries.ended(now)
         slo, num_tokens = request.slo, len(request.output)
         if request.predicted_first_s is None or slo is None or slo.tpot_s is None or num_tokens < FEWEST_TOKENS:

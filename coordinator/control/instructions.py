@@ -92,14 +92,16 @@ def migration_ended(
 
 
 def describe_sender(reserve: fleet_pb2.Reserve, sender: Node) -> None:
-    """Add the tensor-parallel size, the pipeline-parallel size and the KV keys of the sending node to a Reserve."""
+    """Set the tensor-parallel size, the pipeline-parallel size and the KV keys of the sending node in a Reserve."""
     reserve.prefill_tp_size, reserve.prefill_pp_size = sender.tp_size, sender.pp_size
     reserve.sender_keys.extend(sender.hello.kv_keys)
 
 
 def job_of(request: Request, epoch: int, prompt: Prompt, now: float) -> fleet_pb2.Job:
-    """Return the Job that describes an attempt with this prompt to a node. Deadlines count from `now`, in
-    seconds."""
+    """Return the Job that describes one attempt (`epoch`) of a request to a node; `prompt` are the tokens to prefill.
+
+    Deadlines in it are seconds from `now`.
+    """
     node_request = requests.Request(
         request_id=request.request_id,
         epoch=epoch,
@@ -125,7 +127,11 @@ def job_of(request: Request, epoch: int, prompt: Prompt, now: float) -> fleet_pb
 
 
 def start_commands(request: Request, prompt: Prompt, now: float) -> Iterator[Send]:
-    """Yield the commands that start the current attempt. `prompt` is the attempt's whole prompt."""
+    """Yield the commands that start the current attempt on its nodes: Reserve to decode, then Prefill to prefill.
+
+    One command where one node does both, or for an embedding. `prompt` is the attempt's whole prompt, with the tokens
+    that earlier attempts have generated.
+    """
     attempt = request.attempt
     job = job_of(request, attempt.epoch, prompt, now)
     to_prefill = fleet_pb2.NodeCommand(attempt=job.attempt)
@@ -154,13 +160,13 @@ def _offer_prefix_fetch(request: Request, job: fleet_pb2.Job) -> None:
 
 
 def keep(request: Request) -> Send:
-    """Return the command that tells the node of the current attempt to decode the request itself."""
+    """Return the command by which the node of the current attempt decodes the request itself, and sends no KV."""
     about = fleet_pb2.Attempt(request_id=request.request_id, epoch=request.attempt.epoch)
     return Send(request.attempt.decode, fleet_pb2.NodeCommand(keep=fleet_pb2.Keep(attempt=about), attempt=about))
 
 
 def begun(request: Request) -> Send:
-    """Return the command that tells the decode node, which lacks the KV, that the first token is sampled."""
+    """Return the command that informs the decode node, which lacks the KV, that the first token is sampled."""
     about = fleet_pb2.Attempt(request_id=request.request_id, epoch=request.attempt.epoch)
     return Send(request.attempt.decode, fleet_pb2.NodeCommand(begun=fleet_pb2.Begun(attempt=about), attempt=about))
 
@@ -194,13 +200,16 @@ class Releases:
         return self._epoch
 
     def cancel(self, request: Request, node: Node, epoch: int, now: float) -> Send:
-        """Return the Cancel of an attempt on a node."""
+        """Return the Cancel of the attempt `epoch` on a node, and repeat it in `overdue` until `settle`."""
         release = _Release(node, fleet_pb2.Attempt(request_id=request.request_id, epoch=epoch), now)
         self._releases[node, epoch] = release
         return _cancel(release)
 
     def cancel_attempt(self, request: Request, now: float) -> list[Send]:
-        """Return the Cancels of the current attempt for every node that may hold something of it."""
+        """Return the Cancels of the current attempt for every node that may hold something of it.
+
+        Afterwards the attempt counts as held by no node.
+        """
         attempt, fetch = request.attempt, request.attempt.prefix_fetch
         cancels = [self.cancel(request, node, attempt.epoch, now) for node in attempt.holders]
         is_fetching = fetch is not None and not fetch.has_begun and request.state is State.PREFILLING
@@ -210,7 +219,7 @@ class Releases:
         return cancels
 
     def settle(self, node: Node, epoch: int) -> bool:
-        """Note that the node has released the attempt. Return False where no Cancel was sent for the attempt."""
+        """Stop repeating the Cancel of an attempt, which the node has released. Return False if there was no Cancel."""
         return self._releases.pop((node, epoch), None) is not None
 
     def count(self, node: Node) -> int:
@@ -221,7 +230,7 @@ class Releases:
         self._releases = {key: release for key, release in self._releases.items() if release.node is not node}
 
     def overdue(self, now: float) -> list[Send]:
-        """Return the Cancels to send again."""
+        """Return the Cancels that were sent RESEND_S ago or more and not confirmed; they count as sent at `now`."""
         late = [release for release in self._releases.values() if now - release.sent_s >= RESEND_S]
         for release in late:
             release.sent_s = now
@@ -279,7 +288,10 @@ def completion(request: Request, finish_reason: inference_pb2.FinishReason, now:
 
 
 def ended_before(request: Request, finish_reason: inference_pb2.FinishReason, now: float) -> inference_pb2.Complete:
-    """Return the Complete message of a request whose tokens an earlier call has all returned, but not its end."""
+    """Return the Complete message of a resumed request whose last token the client already has.
+
+    The earlier call has broken off before its end was sent.
+    """
     complete = completion(request, finish_reason, now)
     if finish_reason == inference_pb2.FINISH_REASON_STOP:
         complete.matched_token_id = request.output[-1]
@@ -287,7 +299,7 @@ def ended_before(request: Request, finish_reason: inference_pb2.FinishReason, no
 
 
 def cut_short(error: RequestError, timeline: Timeline, now: float) -> inference_pb2.Complete:
-    """Return the Complete message of a sequence that has failed while others of its call go on."""
+    """Return the Complete message, with the error in it, of a sequence that failed while others of its call go on."""
     return inference_pb2.Complete(
         finish_reason=inference_pb2.FINISH_REASON_ABORT,
         completion_tokens=int(error.metadata.get("tokens_emitted", "0")),
@@ -318,7 +330,7 @@ def attainment(request: Request) -> inference_pb2.Attainment | None:
 
 
 def end_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
-    """Return the client's error for a failure that ends the request at once."""
+    """Return the error to send to the client when a node's failure ends the request at once."""
     if event.reason in CLIENT_REASONS:
         return RequestError(event.reason, event.message[:MAX_MESSAGE_CHARS])
     if event.reason == reasons.PAIRING_MISMATCH:
@@ -331,7 +343,10 @@ def end_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
 
 
 def quarantine_error(deaths: Sequence[Death]) -> RequestError:
-    """Return the client's error for a poison request, which these deaths may be due to and which is not tried again."""
+    """Return the error to send to the client for a poison request, which is not tried again.
+
+    `deaths` are the failures of nodes that computed it.
+    """
     causes = "; ".join(dict.fromkeys(death.cause for death in deaths))
     return RequestError(
         reasons.ENGINE_ERROR,
@@ -341,7 +356,7 @@ def quarantine_error(deaths: Sequence[Death]) -> RequestError:
 
 
 def restart_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
-    """Return the client's error for a failure after which no restart is left."""
+    """Return the error to send to the client when a node has failed the request and no restart is left."""
     if event.reason == reasons.KV_CHECKSUM_MISMATCH:
         return RequestError(
             reasons.KV_CHECKSUM_MISMATCH, "the KV cache arrived damaged, and recomputing it was given up"
@@ -350,19 +365,19 @@ def restart_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
 
 
 def too_late(request: Request) -> RequestError:
-    """Return the client's error for a request that has reached its deadline."""
+    """Return the error to send to the client for a request that has reached its deadline."""
     timeout_s = request.deadline_s - request.timeline.start_s
     error = RequestError(reasons.DEADLINE_EXCEEDED, f"the answer was not finished within {timeout_s:g} s")
     return with_progress(error, request)
 
 
 def with_progress(error: RequestError, request: Request) -> RequestError:
-    """Return the error with the phase of the request and the number of its emitted tokens."""
+    """Return the error with the request's phase and the number of its emitted tokens added to the metadata."""
     progress = {"phase": request.timeline.phase.value, "tokens_emitted": str(len(request.output))}
     return RequestError(error.reason, str(error), **error.metadata | progress)
 
 
 def with_expectation(error: RequestError, request: Request, **seconds: float) -> RequestError:
-    """Return the refusal with the predictions for the request and with `seconds`, named as in the timeline."""
+    """Return the refusal with the predictions for the request, and `seconds` by name, added to its metadata."""
     expected = {**(asdict(request.expectation) if request.expectation else {}), **seconds}
     return RequestError(error.reason, str(error), **error.metadata, **{key: f"{expected[key]:.6f}" for key in expected})

@@ -21,7 +21,10 @@ from serving_core.slo import Due
 
 
 def num_leading(hashes: Sequence[int], known: Container[int]) -> int:
-    """Return how many leading hashes of a prompt are in `known`, which has with each hash all those before it."""
+    """Return how many leading hashes of a prompt are in `known`.
+
+    `known` must hold, with each block hash, all hashes before it in the prompt.
+    """
     return bisect_left(hashes, True, key=lambda block_hash: block_hash not in known)
 
 
@@ -40,12 +43,14 @@ class HashCounts:
         return block_hash in self._known
 
     def num_shared(self, hashes: Sequence[int]) -> int:
-        """Return how many hashes of one of the prompts another one has too."""
+        """Return how many of the leading hashes of a counted prompt another counted prompt has too."""
         return num_leading(hashes, self._more)
 
     def num_spared(self, hashes: Sequence[int]) -> float:
-        """Return the number of block hashes of one prompt that the other prompts hold for it. A hash that several
-        prompts have counts in equal parts for each of them."""
+        """Return the number of blocks that sharing spares one counted prompt.
+
+        Of a block that k prompts have, each holds the k-th part, so that sharing spares each prompt 1 - 1/k of it.
+        """
         shares = [self._more[block_hash] for block_hash in hashes[: self.num_shared(hashes)]]
         return sum(num_more / (num_more + 1) for num_more in shares)
 
@@ -57,7 +62,7 @@ class HashCounts:
         self.num_repeated += num_known
 
     def remove(self, hashes: Sequence[int]) -> None:
-        """Remove the hashes of one of the prompts."""
+        """Remove the hashes of a prompt that `add` has added."""
         num_shared, more = self.num_shared(hashes), self._more
         for block_hash in hashes[:num_shared]:
             more[block_hash] -= 1
@@ -97,12 +102,17 @@ class Prompt:
         return hash((tuple(self.token_ids), self.cache_salt, self.adapter))
 
     def followed_by(self, token_ids: Sequence[int]) -> "Prompt":
-        """Return the prompt of a later attempt, which has these output tokens too and needs no prompt logprobs."""
+        """Return the prompt of a later attempt, which has these output tokens too; itself without any.
+
+        The new prompt need not be computed whole, since prompt logprobs have been returned.
+        """
         return Prompt([*self.token_ids, *token_ids], self.cache_salt, self.adapter) if token_ids else self
 
     def tokens_cached(self, node: Node) -> int:
-        """Return the leading tokens, in whole blocks, that the node has reported as cached. It may have evicted them
-        since."""
+        """Return the number of leading tokens, in whole blocks, that the node has reported as cached.
+
+        It may have evicted them since. 0 for a prompt that is computed whole.
+        """
         if self._is_computed_whole or not node.hints:
             return 0
         block_size = node.block_size
@@ -141,21 +151,27 @@ class Prompt:
         return self._block_hashes
 
     def hashes_shared(self, block_size: int) -> Sequence[int]:
-        """Return the hashes of the blocks that a decode node may share between this request and others."""
+        """Return the hashes of the full blocks, which a decode node may share between this request and others.
+
+        Empty for a prompt that is computed whole. Equal only within this process.
+        """
         return () if self._is_computed_whole else self.block_hashes(block_size)
 
     def tokens_to_compute(self, node: Node, coming: Container[int] = ()) -> int:
-        """Return the tokens that the node would have to compute, given the blocks of the hashes `coming`.
+        """Return how many tokens of the prompt the node has to compute: those neither cached nor in `coming`.
 
-        Blocks are reused as a whole, and the last token is always computed for the first output token: with it the rest
-        of its block.
+        `coming` are block hashes of prompts that the node is computing. Blocks are reused as a whole, and the last
+        token is always computed for the first output token: with it the rest of its block.
         """
         block_size = node.block_size
         num_shared = max(self.tokens_cached(node), self.tokens_among(node, coming))
         return len(self) - min(num_shared, (len(self) - 1) // block_size * block_size)
 
     def tokens_among(self, node: Node, hashes: Container[int]) -> int:
-        """Return the leading tokens, in whole blocks, whose hashes are among those of other prompts of the node."""
+        """Return the number of leading tokens, in whole blocks, whose block hashes are in `hashes`.
+
+        0 if the node shares no blocks between requests, or the prompt is computed whole.
+        """
         if self._is_computed_whole or not hashes or not node.shares_blocks:
             return 0
         return num_leading(self.block_hashes(node.block_size), hashes) * node.block_size
@@ -183,8 +199,8 @@ class LengthEstimator:
     def left(self, num_output: int, most: int) -> int:
         """Return how many more tokens an output with `num_output` tokens will hardly exceed, `most` at most.
 
-        This is the MOST quantile of the recorded outputs that were longer. Where fewer than MIN_LENGTHS were longer, it
-        is `num_output` more; while fewer than MIN_LENGTHS are recorded, it is `most`.
+        This is the MOST quantile of the recorded outputs that were longer, less `num_output`. Where fewer than
+        MIN_LENGTHS were longer, it is `num_output`; while fewer than MIN_LENGTHS are recorded, it is `most`.
         """
         first = bisect_right(self._sorted, num_output)
         num_further = len(self._sorted) - first
@@ -203,11 +219,11 @@ class RateEstimator:
         self._times: deque[tuple[float, float]] = deque(maxlen=MAX_TIMES)  # time and amount of each event
 
     def add(self, now: float, amount: float = 1.0) -> None:
-        """Record an event: one, a part of one, or an amount of what is measured."""
+        """Record an event at `now`, in seconds, that counts `amount`."""
         self._times.append((now, amount))
 
     def per_s(self, now: float) -> float:
-        """Return the amount per second; 0 before there are two events."""
+        """Return the sum of the recorded amounts per second until `now`; 0 before there are two events."""
         if len(self._times) < 2:
             return 0.0
         first_s, first = self._times[0]
@@ -237,7 +253,7 @@ class ArrivalEstimator:
         self._tokens.add(now, num_tokens)
 
     def expected(self, now: float) -> Arrivals:
-        """Return the recent arrivals, as the prediction of those to come."""
+        """Return the rate and the mean size of recent arrivals, as the prediction of those to come."""
         per_s = self._requests.per_s(now)
         return Arrivals(per_s, self._tokens.per_s(now) / per_s if per_s else 0.0)
 
@@ -323,7 +339,7 @@ class _Request:
 
 
 class Ledger:
-    """Account for what every node has, by request. An attempt begins with `prefill` and `decode`."""
+    """Account for what every node has been given, by request. An attempt begins with `prefill` and `decode`."""
 
     def __init__(self) -> None:
         self.lengths: Final = LengthEstimator()  # estimates how many tokens will come
@@ -337,14 +353,17 @@ class Ledger:
         self._decode_hashes: dict[Node, HashCounts] = {}
 
     def of(self, node: Node) -> Account:
-        """Return the account of a node. Use it at once and do not change it: it changes with the ledger."""
+        """Return the sums of what a node has been given and not finished.
+
+        Use them at once: they change with the ledger.
+        """
         return self._accounts.get(node, NOTHING)
 
     def prefill_hashes(self, node: Node) -> Container[int]:
-        """Return the hashes of the prompts that a node prefills, or has prefilled and still holds. Use it at once.
+        """Return the block hashes of the prompts that a node prefills, or has prefilled and still holds.
 
-        A prompt with the same beginning finds these blocks once it is prefilled (prefill_node/scheduler.py); the node
-        reports them much later.
+        Use them at once. A prompt with the same beginning finds these blocks once they are prefilled
+        (prefill_node/scheduler.py); the node reports them much later.
         """
         return self._prefill_hashes.get(node, ())
 
@@ -353,9 +372,9 @@ class Ledger:
         return self.of(node) == NOTHING
 
     def tokens_taken(self, node: Node) -> int:
-        """Return the tokens of the node's pool that are taken, shared blocks counted once.
+        """Return the tokens of the node's KV cache that its requests take, shared blocks counted once.
 
-        Besides sequences, prompts for other nodes count, up to half of the pool (serving_node/admission.py).
+        Besides sequences, prompts for other nodes count, up to half of the cache (serving_node/admission.py).
         """
         account, hashes = self.of(node), self._decode_hashes.get(node)
         num_outgoing = account.tokens_outgoing
@@ -364,7 +383,7 @@ class Ledger:
         return account.tokens_held + min(num_outgoing, node.pool_tokens // 2)
 
     def tokens_shared(self, node: Node, prompt: Prompt) -> int:
-        """Return the leading tokens, in whole blocks, that one more prompt shares with requests given to the node.
+        """Return the number of leading tokens, in whole blocks, that `prompt` shares with requests given to the node.
 
         These are the sequences that the node decodes or will decode, and the prompts that it holds for other nodes.
         Blocks that are only cached do not count.
@@ -372,17 +391,19 @@ class Ledger:
         return prompt.tokens_among(node, self._decode_hashes.get(node, ()))
 
     def tokens_alone(self, node: Node, part: LimitedPart) -> int:
-        """Return the pool tokens that become free when one of the node's sequences ends: those that no other request
-        shares."""
+        """Return the tokens of KV cache that become free when this sequence of the node ends.
+
+        Tokens in blocks that another request of the node shares are left out.
+        """
         num_shared = (
             self._decode_hashes[node].num_shared(part.decode_hashes) if part.decode_hashes and node.shares_blocks else 0
         )
         return part.tokens_held - num_shared * node.block_size
 
     def tokens_spared(self, request_id: str) -> float:
-        """Return the tokens of a request that others hold for it, on the node where these are most.
+        """Return how many tokens of KV cache sharing spares a request, on the node where this is most.
 
-        Of a block that k requests share, each holds the k-th part.
+        Of a block that k requests share, each holds the k-th part. 0 for an unknown request.
         """
         parts = self._requests.get(request_id, _Request()).parts.items()
         sharing = [(node, part.decode_hashes) for node, part in parts if part.decode_hashes and node.shares_blocks]
@@ -391,7 +412,7 @@ class Ledger:
         )
 
     def running(self) -> Running:
-        """Count the running sequences. The cost grows with the number of requests."""
+        """Return the number of running sequences and of their tokens. The cost grows with the number of requests."""
         begun = [pair for each in self._requests.values() if each.has_first_token for pair in each.parts.items()]
         pairs = [(node, part) for node, part in begun if part.is_decoded]
         num_tokens = sum(part.tokens_held for _, part in pairs)
@@ -410,11 +431,14 @@ class Ledger:
 
     @property
     def has_limits(self) -> bool:
-        """Return whether any request has an SLO."""
+        """Return whether any request of the ledger has an SLO."""
         return bool(self._limited)
 
     def limited_parts(self, node: Node) -> Iterator[LimitedPart]:
-        """Yield the node's part in each request with an SLO. Use it before the ledger changes."""
+        """Yield, for each request with an SLO that the node has a part in, a description of the part.
+
+        Use it before the ledger changes.
+        """
         for request in self._limited.get(node, {}).values():
             parts, num_output = request.parts, request.num_output
             part = parts[node]
@@ -434,7 +458,7 @@ class Ledger:
     def most_left(self, now: float) -> Mapping[Node, int]:
         """Return, for each node that decodes sequences with an SLO, the most tokens expected of one of them.
 
-        The tokens that have come since are counted every RECOUNT_S seconds.
+        Tokens that came are subtracted only every RECOUNT_S seconds. Do not change the map.
         """
         if now - self._counted_s >= RECOUNT_S:
             self._counted_s = now
@@ -451,7 +475,10 @@ class Ledger:
     # ---- events of the scheduler ----
 
     def set_due(self, request_id: str, due: Due, num_output: int, most_left: int) -> None:
-        """Record the deadlines of the attempt that begins, its output tokens, and how many more are allowed."""
+        """Record the deadlines of a request's attempt that begins, which make it a request with an SLO.
+
+        `num_output` output tokens have come, and at most `most_left` more are allowed.
+        """
         request = self._requests.setdefault(request_id, _Request())
         request.due, request.num_output, request.allowed_output = due, num_output, num_output + most_left
         self._guess(request)
@@ -462,7 +489,7 @@ class Ledger:
         request.most_output = request.num_output + num_left
 
     def prefill(self, request_id: str, node: Node, num_tokens: int, hashes: Sequence[int] = ()) -> None:
-        """Record that the node is to compute `num_tokens` tokens of the prompt with these block hashes."""
+        """Record that the node is to compute `num_tokens` tokens of a prompt, whose block hashes are `hashes`."""
         part = self._take(request_id, node)
         _change(self._prefill_hashes, node, part.prefill_hashes, hashes)
         part.prefill_hashes = hashes
@@ -482,13 +509,16 @@ class Ledger:
         self._put(request_id, node, part)
 
     def progressed(self, request_id: str, node: Node, num_left: int) -> None:
-        """Record that the node has computed some of the prompt and `num_left` tokens, at least 1, are left."""
+        """Record that the node has computed a part of the prompt, so that `num_left` tokens are left; 1 at least."""
         part = self._take(request_id, node)
         part.tokens_to_compute = min(part.tokens_to_compute, max(1, num_left))
         self._put(request_id, node, part)
 
     def first_token(self, request_id: str, now: float) -> None:
-        """Record that the prompt is prefilled. A pure prefill node holds it until the node releases the request."""
+        """Record that the prompt is prefilled and the first token sampled, at `now`.
+
+        A prefill node that does not decode the request holds the prompt until `release`.
+        """
         request = self._requests[request_id]
         request.has_first_token = True
         if request.due is not None and request.due.began_s is None:
@@ -515,7 +545,7 @@ class Ledger:
             self._accounts[node].tokens_held += num_tokens * len(request_ids)
 
     def release(self, request_id: str, node: Node) -> None:
-        """Record that the node has no part in the request any more. A node without a part is ignored."""
+        """Record that the node no longer computes or holds anything of the request. Ignored if it did not before."""
         request = self._requests.get(request_id)
         if request is not None and node in request.parts:
             part = self._take(request_id, node)
@@ -523,14 +553,14 @@ class Ledger:
             self._put(request_id, node, _Part())
 
     def end(self, request_id: str) -> None:
-        """Record that the attempt is over on every node. An unknown request is ignored."""
+        """Record that the request's attempt is over on every node, and forget the request. Ignored if it is unknown."""
         request = self._requests.get(request_id, _Request())
         for node in list(request.parts):
             self.release(request_id, node)
         self._requests.pop(request_id, None)
 
     def check_integrity(self) -> None:
-        """Assert that every account is the sum of its parts. Used by tests."""
+        """Assert that every account is the sum of its parts. For tests."""
         sums: dict[Node, Account] = {}
         for request in self._requests.values():
             for node, part in request.parts.items():

@@ -59,37 +59,42 @@ class Metrics:
         self.transfers_failed = Counter[str]()
 
     def call_begun(self, num_sequences: int, max_tokens: int) -> None:
-        """Count a call that has begun, with its parameters."""
+        """Count a call that has begun: its number of sequences (n) and its max_tokens."""
         self.params_n.observe(num_sequences)
         self.params_max_tokens.observe(max_tokens)
 
     def prompt_prefilled(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """Count a prompt that has its first token, with how many of its tokens were cached."""
+        """Count a prompt that has its first token: its tokens, and those among them that were cached."""
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached_tokens
 
     def tokens_came(self, num_tokens: int, gap_s: float, *, is_first: bool) -> None:
-        """Count tokens of one sequence that came together, `gap_s` after the tokens before, or after the request's
-        arrival."""
+        """Count the `num_tokens` tokens of one sequence that came together.
+
+        `gap_s` is the time since the tokens before; with `is_first`, since the request's arrival.
+        """
         self.num_generated_tokens += num_tokens
         (self.ttft if is_first else self.itl).observe(gap_s)
         if num_tokens > 1:
             self.itl.observe(0.0, num_tokens - 1)
 
     def kv_transferred(self, num_bytes: int, num_bytes_saved: int) -> None:
-        """Count a complete KV transfer."""
+        """Count a complete KV transfer: the bytes sent, and those not sent because the target had them cached."""
         self.num_kv_bytes += num_bytes
         self.num_kv_bytes_saved += num_bytes_saved
 
     def prefix_fetch_ended(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
-        """Count a remote prefix fetch that has ended."""
+        """Count a remote prefix fetch that took `seconds`; without blocks it counts as not fetched."""
         self.num_fetched_blocks += num_blocks
         self.num_fetched_kv_bytes += num_bytes
         self.prefix_fetches[FETCHED if num_blocks else NOT_FETCHED] += 1
         self.prefix_fetch.observe(seconds)
 
     def ended(self, finish_reason: str, complete: inference_pb2.Complete) -> None:
-        """Count a request that has ended. An aborted request contributes no times."""
+        """Count a request that has ended, with times, lengths and draft tokens of its Complete message.
+
+        `finish_reason` is the label. An aborted request is counted and adds nothing else.
+        """
         self.finished[finish_reason] += 1
         if complete.finish_reason == inference_pb2.FINISH_REASON_ABORT:
             return

@@ -60,14 +60,17 @@ RESERVE_TIMEOUT_S: Final = 5.0  # for the target's blocks, while the source deco
 
 
 def may_migrate(request: Request, now: float, *, rest_s: float) -> bool:
-    """Return whether the request is decoding and its last migration ended at least `rest_s` seconds ago."""
+    """Return whether the request is decoding, not about to end, and last migrated at least `rest_s` seconds ago.
+
+    True for a decoding request that has never migrated.
+    """
     if request.state is not State.DECODING or request.num_tokens_left < MIN_TOKENS_LEFT:
         return False
     return request.migrated_s is None or now - request.migrated_s >= rest_s
 
 
 def roomiest(request: Request, nodes: Iterable[Node], ledger: Ledger) -> Node | None:
-    """Return the node with most room for a running request; None where no node can take it.
+    """Return the node with most free KV cache that can take a running request; None where no node can.
 
     A target must be ready, take KV transfers, have a running slot and blocks free now, and hold the whole request.
     Blocks that it shares with others there take no room. The first by name is chosen among equals.
@@ -87,13 +90,13 @@ def roomiest(request: Request, nodes: Iterable[Node], ledger: Ledger) -> Node | 
 
 
 class Migrations:
-    """Carry out migrations, from the choice of a target to the end."""
+    """Carry out migrations, from the choice of a target to the end; methods return the instructions to carry out."""
 
     def __init__(self, ledger: Ledger, metrics: Metrics, releases: Releases) -> None:
         self._ledger, self._metrics, self._releases = ledger, metrics, releases
 
     def begin(self, request: Request, target: Node, now: float) -> list[Instruction]:
-        """Start the migration of a request for which `may_migrate` is true."""
+        """Start the migration of a request for which `may_migrate` is true, and return the Reserve for its target."""
         attempt, epoch = request.attempt, self._releases.next_epoch()
         migration = Migration(epoch, attempt.decode, attempt.epoch, target, now, is_whole=_is_whole(request))
         request.migration = migration
@@ -109,7 +112,10 @@ class Migrations:
         return [Send(target, fleet_pb2.NodeCommand(reserve=reserve, attempt=reserve.job.attempt))]
 
     def target_reserved(self, request: Request, node: Node, event: fleet_pb2.Reserved, now: float) -> list[Instruction]:
-        """Have the source send, as the target has reserved blocks."""
+        """Return the Migrate command for the source, since the target has reserved blocks.
+
+        The request enters MIGRATING.
+        """
         migration = _migration_of(request)
         request.enter(State.MIGRATING, now)
         about = fleet_pb2.Attempt(request_id=request.request_id, epoch=migration.source_epoch)
@@ -119,7 +125,11 @@ class Migrations:
     def target_committed(
         self, request: Request, node: Node, event: fleet_pb2.Committed, now: float
     ) -> list[Instruction]:
-        """Make the target's attempt the current one: it has all KV, and decodes on."""
+        """Make the target's attempt the current one, since the target has all KV and decodes on.
+
+        Returns the Cancels for the nodes of the attempt before, and the record of the migration. The request enters
+        MIGRATED.
+        """
         migration, ledger, request_id = _migration_of(request), self._ledger, request.request_id
         cancels = self._releases.cancel_attempt(request, now)
         request.attempt = replace(
@@ -140,18 +150,25 @@ class Migrations:
         return [*cancels, migration_ended(request, migration, MigrationOutcome.MIGRATED, now, event.num_bytes)]
 
     def target_revoked(self, request: Request, node: Node, event: object, now: float) -> list[Instruction]:
-        """Abandon a migration before the commit: the target drops its part, and then the source decodes on."""
+        """Abandon a migration before the commit; return the Cancel for the target. The source decodes on afterwards."""
         return self._give_up(request, now)
 
     def check_target(self, request: Request, node: Node, event: None, now: float) -> list[Instruction]:
-        """Abandon a migration whose target has not reserved blocks within RESERVE_TIMEOUT_S."""
+        """Abandon a migration whose target has not reserved blocks within RESERVE_TIMEOUT_S.
+
+        Returns the Cancel for the target then, and nothing before.
+        """
         is_overdue = now - _migration_of(request).started_s >= RESERVE_TIMEOUT_S
         return self._give_up(request, now) if is_overdue else []
 
     def source_failed(
         self, request: Request, node: Node, event: fleet_pb2.MigrationFailed, now: float
     ) -> list[Instruction]:
-        """Handle that the source cannot send. It may have stopped decoding, and then waits for Keep or Cancel."""
+        """Abandon a migration that the source cannot carry out; return the Cancel for the target.
+
+        The source may have stopped decoding, and then waits for Keep or Cancel. After PAIRING_MISMATCH, the next
+        migration of the request sends all blocks.
+        """
         request.migrates_whole |= event.reason == reasons.PAIRING_MISMATCH
         return self._give_up(request, now) if request.state is State.MIGRATING else []
 
@@ -166,7 +183,11 @@ class Migrations:
         return instructions
 
     def target_gone(self, request: Request, node: Node, event: object, now: float) -> list[Instruction]:
-        """Handle that the target holds nothing of the request any more."""
+        """End a migration whose target has released its part, or is lost; the request enters DECODING on the source.
+
+        Returns the record of the migration, if it has not been returned before, and Keep for a source that may have
+        stopped.
+        """
         was_aborting, is_stopped = (
             request.state is State.ABORTING_MIGRATION,
             request.state is not State.RESERVING_TARGET,
@@ -176,12 +197,15 @@ class Migrations:
         return [*instructions, keep(request)] if is_stopped else instructions
 
     def source_released(self, request: Request, now: float) -> None:
-        """Note that the source holds nothing of a request that the target decodes, and has sent all its tokens."""
+        """Record that the source has sent all its tokens and holds nothing of a MIGRATED request any more."""
         _migration_of(request).is_source_released = True
         self._settle(request, now)
 
     def tokens_came(self, request: Request, first_index: int, last_index: int, gap_s: float, now: float) -> None:
-        """Record the pause of a MIGRATED request once: the gap before the first token of the target."""
+        """Record the pause of a MIGRATED request once: `gap_s`, the gap before the first token of the target.
+
+        The tokens that came have the indices from `first_index` to `last_index`.
+        """
         migration = _migration_of(request)
         if migration.has_resumed or last_index < migration.next_index:
             return
@@ -192,7 +216,10 @@ class Migrations:
         self._settle(request, now)
 
     def drop(self, request: Request, now: float) -> list[Instruction]:
-        """Drop the migration of a request that leaves its nodes."""
+        """Drop the migration of a request that ends or restarts; return the Cancel for its target and the record.
+
+        Returns nothing if the target has committed, or is already being canceled.
+        """
         migration, request.migration = _migration_of(request), None
         if request.state not in (State.RESERVING_TARGET, State.MIGRATING):
             return []
@@ -266,7 +293,10 @@ RETRY_S: Final = 1.0  # between two migrations of one request
 
 
 def check_target(node: Node, nodes: Collection[Node], *, embeds: bool = False) -> None:
-    """Raise RequestError when no other node could take the work of this one."""
+    """Raise RequestError when a node may not be drained, since the other nodes could not serve requests without it.
+
+    With `embeds`, the requests are for embeddings, which need a prefill node alone.
+    """
     others = [other for other in nodes if other is not node]
     if not has_path(others, embeds=embeds):
         missing = [PARTS[role][0] for role in ((PREFILL,) if embeds else PARTS) if not fitting(others, role, 0)]
@@ -275,7 +305,7 @@ def check_target(node: Node, nodes: Collection[Node], *, embeds: bool = False) -
 
 
 def num_left(node: Node, requests: Iterable[Request], releases: Releases) -> int:
-    """Return the number of requests that the node still has a part in.
+    """Return the number of requests that the node still computes, or holds blocks for.
 
     All requests of other nodes whose distributed KV it holds count as one.
     """
@@ -284,7 +314,7 @@ def num_left(node: Node, requests: Iterable[Request], releases: Releases) -> int
 
 
 def prompts_to_restart(requests: Iterable[Request], nodes: Collection[Node]) -> Iterator[Request]:
-    """Yield the requests without a token that have a part on a draining node."""
+    """Yield the requests without a token that have blocks or work on a draining node, to be restarted on others."""
     if all(node.is_ready for node in nodes):
         return
     for request in requests:
@@ -295,7 +325,7 @@ def prompts_to_restart(requests: Iterable[Request], nodes: Collection[Node]) -> 
 def leaving_drained(
     requests: Iterable[Request], nodes: Collection[Node], ledger: Ledger, now: float
 ) -> Iterator[tuple[Request, Node]]:
-    """Yield the requests to migrate from draining nodes now, each with its target.
+    """Yield the running requests to migrate from draining nodes now, each with its target.
 
     The caller must start each migration before the next one is yielded.
     """
@@ -328,9 +358,10 @@ REST_S: Final = 10.0
 def leaving_full(
     requests: Iterable[Request], nodes: Collection[Node], ledger: Ledger, now: float
 ) -> Iterator[tuple[Request, Node]]:
-    """Yield the requests to migrate from full nodes now, each with its target.
+    """Yield the running requests to migrate from nodes without free blocks now, each with its target.
 
-    The caller must start each migration before the next one is yielded.
+    A node is full if a prefilled prompt has waited there for WAIT_S. The caller must start each migration before the
+    next one is yielded.
     """
     requests = list(requests)
     full = {request.attempt.decode for request in requests if _waits(request, now)}
@@ -350,7 +381,7 @@ def leaving_full(
 
 
 def migrating(requests: Iterable[Request]) -> set[Node]:
-    """Return the sources and targets of all migrations under way."""
+    """Return the nodes that are source or target of a migration under way."""
     return {
         node
         for request in requests
@@ -366,10 +397,10 @@ def _waits(request: Request, now: float) -> bool:
 def leaving_late(
     requests: Iterable[Request], nodes: Collection[Node], ledger: Ledger, now: float, arrivals: Arrivals
 ) -> Iterator[tuple[Request, Node]]:
-    """Yield the requests to migrate now from nodes that would violate SLOs, each with its target.
+    """Yield the running requests to migrate now from nodes on which they would miss their SLO, each with its target.
 
-    The caller must start each migration before the next one is yielded. `arrivals` describes the requests that are
-    expected.
+    The caller must start each migration before the next one is yielded. `arrivals` are the requests that are expected,
+    whose SLOs the target should not violate.
     """
     if not ledger.has_limits or len(nodes) < 2:
         return

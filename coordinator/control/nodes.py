@@ -55,12 +55,14 @@ class Pauses:
             self._over_s = now
 
     def awake_s(self, now: float) -> float:
-        """Return the time, in seconds, of a clock that stands still during pauses. Deadlines for other processes count
-        by it."""
+        """Return the time, in seconds, of a clock that stands still during pauses.
+
+        Deadlines for other processes use it.
+        """
         return self._clock.read(now)
 
     def is_recent(self, now: float) -> bool:
-        """Return whether a failure at `now` may come from a pause."""
+        """Return whether a pause has ended less than RECOVERY_S before `now`, so that a failure may come from it."""
         return now - self._over_s < RECOVERY_S
 
 
@@ -89,7 +91,7 @@ class NodeHealth:
         self._losses_s: deque[float] = deque(maxlen=100)
 
     def attached(self, session: int, hello: Hello, awake_s: float) -> None:
-        """Note that the node has attached under this session.
+        """Record that the node has attached under a new session, with `hello` at the awake time `awake_s`.
 
         A process that shows the session before keeps its record of gaps. If it was silent because it had no CPU core,
         its deadline grows, since that may happen again.
@@ -101,14 +103,14 @@ class NodeHealth:
         self._session = session
 
     def heard(self, awake_s: float) -> None:
-        """Note that a heartbeat has come."""
+        """Record that a heartbeat has come at the awake time `awake_s`."""
         self._detector.heard(awake_s)
 
     def lost(self, now: float) -> None:
         self._losses_s.append(now)
 
     def why_silent(self, awake_s: float) -> str | None:
-        """Return why the silent node counts as lost, in words; None while it does not."""
+        """Return, in words, why a silent node counts as lost at the awake time `awake_s`; None while it does not."""
         return self._detector.why_suspected(awake_s)
 
     @property
@@ -117,7 +119,10 @@ class NodeHealth:
         return self._detector.longest_gap_s
 
     def num_losses(self, now: float) -> int:
-        """Return how often the node was lost within FLAP_WINDOW_S. A node with MIN_FLAPS losses or more flaps."""
+        """Return how often the node was lost within the last FLAP_WINDOW_S.
+
+        With MIN_FLAPS losses or more it is flapping.
+        """
         return sum(now - lost_s < FLAP_WINDOW_S for lost_s in self._losses_s)
 
 
@@ -183,7 +188,7 @@ class Node:
         self.set_shape(self.shape, None)
 
     def set_shape(self, shape: Shape, requested: Shape | None) -> None:
-        """Store the shape that the node has confirmed, and the one that is requested of it.
+        """Store the shape that the node has confirmed, and the one that is requested of it (None for none).
 
         A requested shape that takes work away counts at once; a requested shape that adds work counts once it is
         confirmed.
@@ -198,7 +203,7 @@ class Node:
 
     @property
     def role(self) -> str:
-        """Return the role that the node's shape amounts to."""
+        """Return the node's role by its confirmed shape: prefill, decode or mixed."""
         return role_of(self.shape)
 
     @property
@@ -208,13 +213,15 @@ class Node:
 
     @property
     def root_fingerprint(self) -> dict[str, str]:
-        """Return the fingerprint that block hashes are rooted in: the node's own without the protocol version."""
+        """Return the part of the node's fingerprint that block hashes depend on: all but the protocol version."""
         return {key: value for key, value in self.hello.node.fingerprint.items() if key != VERSION_KEY}
 
     @property
     def numerics(self) -> Mapping[str, str]:
-        """Return the properties beside the fingerprint that the bits of the node's outputs depend on; empty if not
-        reported."""
+        """Return the properties, besides the fingerprint, that the bits of the node's outputs depend on.
+
+        Empty if the node has not reported them.
+        """
         return self.hello.node.numerics
 
     @property
@@ -276,23 +283,27 @@ class Registry:
 
     @property
     def nodes(self) -> Sequence[Node]:
-        """Return all attached nodes by name. The sequence is replaced, not changed, when a node comes or goes."""
+        """Return all attached nodes, sorted by name.
+
+        The sequence is replaced, not changed, when a node comes or goes.
+        """
         return self._by_name
 
     def find(self, name: str) -> Node | None:
         return self._nodes.get(name)
 
     def named(self, name: str) -> Node:
-        """Return the attached node of this name. Raise RequestError where there is none."""
+        """Return the attached node of this name. Raises RequestError with reason NODE_NOT_FOUND if there is none."""
         if name not in self._nodes:
             raise RequestError(NODE_NOT_FOUND, f"no node {name[:MAX_NAME_CHARS]!r} is attached")
         return self._nodes[name]
 
     def admit(self, hello: fleet_pb2.Hello, now: float) -> Node:
-        """Attach a node under a new session. A process that shows the session of the attached node replaces that node.
+        """Attach the node of a `hello` under a new session, and return it.
 
-        Raise RequestError, and then nothing changes: NAME_TAKEN while another process is attached under the name, any
-        other reason when the node cannot belong to this fleet.
+        A process that shows the session of the attached node of the same name replaces that node. Raises RequestError,
+        in which case nothing changes: NAME_TAKEN while another process is attached under the name, any other reason
+        when the node cannot belong to this fleet.
         """
         _check_hello(hello)
         others = [node for node in self.nodes if node.name != hello.node.name]
@@ -313,7 +324,7 @@ class Registry:
         return node
 
     def heartbeat(self, node: Node, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
-        """Store the load, the step costs and the shape that the node reports."""
+        """Record that the node lives, and store the load, the step costs, the state and the shape that it reports."""
         before = node.is_ready, node.shape
         self.pauses.note(now)
         node.health.heard(self.pauses.awake_s(now))
@@ -330,13 +341,15 @@ class Registry:
             self._changed()
 
     def request_shape(self, node: Node, shape: Shape | None) -> None:
-        """Store the shape that is requested of a node; None for none."""
+        """Store the shape that is requested of a node (None for none). Sends nothing."""
         node.set_shape(node.shape, shape)
         self._changed()
 
     def drain(self, node: Node, *, is_drained: bool = True) -> None:
-        """Stop giving work to a node while it is attached. With `is_drained` False, give it work again unless it
-        stops."""
+        """Stop giving work to a node that stays attached.
+
+        With `is_drained` False, the node gets work again unless it stops.
+        """
         node.is_drained = is_drained
         _set_state(node)
         self._changed()
@@ -361,7 +374,7 @@ class Registry:
             self._sort()
 
     def expired(self, now: float) -> list[tuple[Node, LossCause, str]]:
-        """Return the nodes that count as lost, each with the cause and a sentence.
+        """Return the nodes that count as lost, each with the cause and a sentence for the log. Removes none of them.
 
         Call it many times per node_timeout_s: time in which this process does not run is not counted as silence.
         """
@@ -406,7 +419,7 @@ class Registry:
         )
 
     def kv_holders_of(self, node: Node) -> list[Node]:
-        """Return the KV holders that a node's requests may use, the one with most free blocks first.
+        """Return the nodes that may hold KV of this node's requests (distributed KV), most free blocks first.
 
         Only a node that decodes has KV holders, since KV in other pools does not travel to another node, and only nodes
         whose outputs are bit-identical to its own are KV holders.
@@ -435,7 +448,7 @@ class Registry:
             _compare(f"nodes {info.name} and {other.name}", given, dict(other.fingerprint))
 
     def _checked_adapters(self, info: inference_pb2.NodeInfo) -> list[str]:
-        """Return the adapters of a node. Raise RequestError for too many of them, and for names that clients could not
+        """Return the adapters of a node. Raises RequestError for too many of them, and for names that clients could not
         request."""
         adapters = adapters_in(info.fingerprint)
         if len(adapters) > MOST_ADAPTERS:
@@ -479,7 +492,7 @@ def _weights(load: inference_pb2.NodeLoad) -> StepWeights:
 
 
 def _checked(wire: inference_pb2.Shape, hello: fleet_pb2.Hello) -> Shape:
-    """Return the shape that a node reports. Raise RequestError for a shape that it could not take."""
+    """Return the shape that a node reports. Raises RequestError for a shape that it could not take."""
     shape = shape_from_wire(wire)
     try:
         check_shape(shape, max_num_batched_tokens=hello.max_num_batched_tokens, max_num_seqs=hello.max_num_seqs)
@@ -528,9 +541,9 @@ PARTS: Final = {PREFILL: ("prefills prompts", NO_PREFILL_WORKER), DECODE: ("deco
 
 
 def candidates(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
-    """Return the ready nodes of a role that can serve a request of `num_tokens` tokens, however busy they are.
+    """Return the ready nodes that can take the part `role` (PREFILL or DECODE) in a request of `num_tokens` tokens.
 
-    Raises RequestError if there is none.
+    How busy they are does not matter. Raises RequestError if there is none.
     """
     ready = fitting(nodes, role, 0)
     able = [node for node in ready if num_tokens <= node.max_request_tokens]
@@ -541,7 +554,10 @@ def candidates(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
 
 
 def fitting(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
-    """Return the ready prefill nodes or decode nodes that can hold `num_tokens` tokens of one request."""
+    """Return the ready nodes that prefill (role PREFILL) or decode (DECODE), and can hold `num_tokens` tokens.
+
+    The tokens are those of one request.
+    """
     if role == PREFILL:
         return [node for node in nodes if node.prefills and node.is_ready and num_tokens <= node.max_request_tokens]
     return [node for node in nodes if node.decodes and node.is_ready and num_tokens <= node.max_request_tokens]
@@ -567,9 +583,9 @@ def has_path(nodes: Iterable[Node], *others: Shape, embeds: bool = False) -> boo
 
 
 def why_no_path(nodes: Sequence[Node], *, embeds: bool = False) -> str:
-    """Return why no request can be served, in words; empty if requests can be.
+    """Return, in words, why the nodes can serve no request; empty if they can.
 
-    `embeds`: of requests for embeddings, for which a prefill node is enough.
+    With `embeds`, requests are for embeddings, for which a prefill node is enough.
     """
     if has_path(nodes, embeds=embeds):
         return ""
@@ -589,14 +605,16 @@ def num_kinds(nodes: Iterable[Node]) -> int:
 
 
 class Kinds:
-    """Report each pair of nodes with different numerics once."""
+    """Report each pair of nodes with different numerics once: their outputs may differ in bits."""
 
     def __init__(self) -> None:
         self._reported: set[frozenset[object]] = set()
 
     def meet(self, node: Node, nodes: Iterable[Node]) -> list[str]:
-        """Return a sentence for each kind of node among `nodes` that has not been reported beside the kind of
-        `node`."""
+        """Return a sentence for each of `nodes` whose numerics differ from those of `node`, each pair of numerics once.
+
+        Nodes that report no numerics are left out, and pairs beyond MAX_PAIRS.
+        """
         sentences = []
         for other in nodes:
             if not node.numerics or not other.numerics or _kind(node) == _kind(other):

@@ -20,7 +20,7 @@ from protos import fleet_pb2
 
 
 class PrefixFetches:
-    """Follow the remote prefix fetches of requests on nodes."""
+    """Follow the remote prefix fetches of requests. Methods handle events and return the instructions that follow."""
 
     def __init__(
         self, registry: Registry, metrics: Metrics, releases: Releases, estimator: PrefixFetchEstimator
@@ -29,7 +29,10 @@ class PrefixFetches:
         self._releases, self._estimator = releases, estimator
 
     def begun(self, request: Request, node: Node, event: fleet_pb2.PrefixFetchBegun, now: float) -> list[Instruction]:
-        """Handle that the prefill node has reserved blocks: the source is to send."""
+        """Return the SendPrefix command for the source, since the prefill node has reserved blocks for the fetch.
+
+        If the source is lost, does what `source_gone` does. Returns nothing if the attempt has no fetch.
+        """
         fetch, prompt = request.attempt.prefix_fetch, request.known
         if fetch is None or node is not request.attempt.prefill:
             return []
@@ -47,7 +50,7 @@ class PrefixFetches:
         return [Send(fetch.source, fleet_pb2.NodeCommand(send_prefix=send_prefix, attempt=about))]
 
     def ended(self, request: Request, node: Node, event: fleet_pb2.PrefixFetchEnded, now: float) -> list[Instruction]:
-        """Handle the end of a fetch, whatever its outcome."""
+        """Record the duration, the bytes and the outcome of a fetch that has ended. Returns no instruction."""
         attempt, fetch = request.attempt, request.attempt.prefix_fetch
         if fetch is None or node is not attempt.prefill:
             return []
@@ -61,7 +64,10 @@ class PrefixFetches:
         return []
 
     def source_gone(self, request: Request, node: Node, event: object, now: float) -> list[Instruction]:
-        """Tell the prefill node to go on without the fetch: its source sends nothing, or no more."""
+        """Return the Cancel of a fetch whose source sends nothing more; the prefill node then computes what is missing.
+
+        Returns nothing if the attempt has no fetch, or is prefilled.
+        """
         attempt, fetch = request.attempt, request.attempt.prefix_fetch
         if fetch is None or request.state is not State.PREFILLING or attempt.prefill not in attempt.holders:
             return []

@@ -90,8 +90,10 @@ class Timeline:
     """
 
     def __init__(self, start_s: float, first_token_s: float | None = None) -> None:
-        """Start in PREFILL_QUEUE. `first_token_s` is set for an output whose first token an earlier call has
-        returned."""
+        """Create a timeline that is in PREFILL_QUEUE since `start_s`.
+
+        `first_token_s` is set for an output whose first token an earlier call has returned.
+        """
         self.phase = Phase.PREFILL_QUEUE
         self._start_s = self._entered_s = start_s
         self._first_token_s = first_token_s
@@ -102,14 +104,17 @@ class Timeline:
         self.failures: dict[int, str] = {}  # reasons of failed attempts, by number
 
     def enter(self, phase: Phase, now: float, *, ago_s: float = 0.0) -> None:
-        """End the current phase and start another, `ago_s` before now, though never before the current one began."""
+        """End the current phase and start another one, `ago_s` seconds before `now`.
+
+        The other phase never begins before the current one began.
+        """
         at_s = max(self._entered_s, min(now, now - ago_s))
         self._seconds[self.phase] += at_s - self._entered_s
         self.phase, self._entered_s = phase, at_s
         self._mark(self._marks[-1]._replace(at_s=at_s, phase=phase))
 
     def placed(self, now: float, prefill_node: str = "", decode_node: str = "", *, begins: bool = False) -> None:
-        """Record the nodes that have the request from now on; empty names for none. `begins`: with a new attempt."""
+        """Record the nodes that have the request from `now` on; empty names for none. `begins` counts a new attempt."""
         self._num_attempts += begins
         self._mark(Mark(now, self.phase, prefill_node, decode_node, self._num_attempts))
 
@@ -130,7 +135,7 @@ class Timeline:
         self._marks.append(mark)
 
     def spans(self, now: float) -> Iterator[tuple[Mark, float]]:
-        """Yield the phases up to now, each with its end."""
+        """Yield each phase until `now`, as the mark of its start and the time of its end; empty ones are left out."""
         for mark, following in pairwise([*self._marks, Mark(now, self.phase)]):
             if following.at_s > mark.at_s:
                 yield mark, following.at_s
@@ -141,28 +146,31 @@ class Timeline:
 
     @property
     def first_token_s(self) -> float | None:
-        """Return when the first token came; None before."""
+        """Return the time at which the first token came; None before."""
         return self._first_token_s
 
     @property
     def ttft_s(self) -> float:
-        """Return the TTFT; 0 before the first token, and where an earlier call has returned it."""
+        """Return the TTFT in seconds; 0 before the first token, and where an earlier call has returned it."""
         return 0.0 if self._first_token_s is None else max(0.0, self._first_token_s - self._start_s)
 
     def tpot_s(self, num_tokens: int) -> float:
-        """Return the mean time per token after the first, of `num_tokens` tokens; 0 with fewer than two."""
+        """Return the mean seconds per token after the first, for `num_tokens` tokens; 0 with fewer than two."""
         first_s = self._first_token_s
         return (self.last_token_s - first_s) / (num_tokens - 1) if first_s is not None and num_tokens > 1 else 0.0
 
     def tokens(self, now: float) -> float:
-        """Record tokens that came now. Return the seconds since the tokens before, or since the start."""
+        """Record that tokens came at `now`, and return the seconds since the tokens before, or since the start."""
         if self._first_token_s is None:
             self._first_token_s = now
         gap_s, self.last_token_s = now - self.last_token_s, now
         return gap_s
 
     def to_wire(self, now: float, **others: Any) -> inference_pb2.Timeline:
-        """Return the Timeline message of a request that ends now. `others` are its fields beside the times."""
+        """Return the Timeline message of a request that ends at `now`; `others` are its fields beside the times.
+
+        Ends the current phase at `now`.
+        """
         self.enter(self.phase, now)
         seconds: dict[str, Any] = {f"{phase.value}_s": spent_s for phase, spent_s in self._seconds.items()}
         return inference_pb2.Timeline(
@@ -265,7 +273,7 @@ class Attempt:
 
     @property
     def state_after_prefill(self) -> State:
-        """Return the state that follows PREFILLING: the stream of the decode node may have been ahead."""
+        """Return the state that follows PREFILLING, by what the decode node has reported already."""
         if self.early:
             return State.DECODING
         if self.has_kv:
@@ -273,7 +281,7 @@ class Attempt:
         return State.WAITING_FOR_BLOCKS if self.reserved_s is None else State.TRANSFERRING
 
     def released(self, node: Node) -> None:
-        """Note that a node holds nothing of the attempt any more."""
+        """Remove a node from `holders`, since it holds nothing of the attempt any more."""
         self.holders = [each for each in self.holders if each is not node]
 
 
@@ -359,7 +367,7 @@ class Request:
     migration_pause_s: float = 0.0  # from the last token before a migration to the first one after, over all
 
     def enter(self, state: State, now: float, *, ago_s: float = 0.0) -> None:
-        """Enter a state, and record its phase as begun `ago_s` before."""
+        """Enter a state and, if its phase is another one, enter that in the timeline as of `ago_s` before `now`."""
         if self.state is State.WAITING_FOR_NODES:
             del self.wait
         self.state, self.entered_s = state, now
@@ -383,13 +391,13 @@ class Request:
 
     @property
     def may_restart_unseen(self) -> bool:
-        """Return whether an attempt may be given up without loss: no token of it has come, and no KV has travelled."""
+        """Return whether the attempt may restart elsewhere at no loss: it has no token yet, and no KV has traveled."""
         attempt = self.attempt
         return self.state is State.PREFILLING and not attempt.early and (attempt.is_local or not attempt.has_kv)
 
     @property
     def known(self) -> Prompt:
-        """Return the prompt of the next attempt: the request's own prompt followed by the tokens emitted."""
+        """Return the prompt of the next attempt: the request's own prompt followed by the emitted output tokens."""
         return self.prompt.followed_by(self.output)
 
     @property
@@ -419,16 +427,19 @@ class Request:
 
     @property
     def priority(self) -> int:
-        """Return the priority among waiting prompts: a lower value goes first."""
+        """Return the priority among waiting prompts: a lower value goes first; 0 without an SLO."""
         return 0 if self.slo is None else self.slo.priority
 
     def resume(self, token_ids: Sequence[int]) -> None:
-        """Continue behind the tokens that an earlier call has returned. Must be called before any other method."""
+        """Begin the output with the tokens that an earlier call has returned.
+
+        Must be called before any other method.
+        """
         self.output += token_ids
         self.num_resumed = len(token_ids)
 
     def note_death(self, session: int | None, cause: str) -> None:
-        """Note that a node died or failed while it may have computed the request.
+        """Record that a node died or failed while it may have computed the request.
 
         Earlier deaths are forgotten where the request has gained more than NUM_TOKENS_FURTHER tokens since the last
         one: it was not their cause. `session` is None for a node that failed and reported so; `cause` is worded for the
@@ -439,7 +450,7 @@ class Request:
         self.deaths.append(Death(session, len(self.output), cause))
 
     def note_loss(self, now: float) -> bool:
-        """Note that a node of the request is lost. Return whether the loss counts against the restarts.
+        """Record that a node of the request is lost, and return whether the loss counts against the restarts.
 
         A loss within ONE_EVENT_S of the one before does not count: both have the same cause, such as a host or a
         switch.
@@ -450,7 +461,7 @@ class Request:
         return True
 
     def take_back_death(self, session: int) -> None:
-        """Forget the death of the node of this session, which has turned out to be alive."""
+        """Forget the death of the node of this session, whose process has turned out to be alive."""
         self.deaths = [death for death in self.deaths if death.session != session]
 
     @property
@@ -471,8 +482,8 @@ MAX_DEATHS: Final = 2
 def at_work(node: Node, requests: Iterable[Request]) -> Iterator[Request]:
     """Yield the requests that the last step of a node may have computed.
 
-    `requests` are in order of age. The result has all sequences that the node was decoding, and its oldest prompts, as
-    many as one step holds beside the rest of the first.
+    `requests` are in order of age. These are all sequences that the node was decoding, and its oldest prompts, as many
+    as one step holds beside the rest of the first.
     """
     num_ahead, most = 0, node.shape.prompt_tokens or node.hello.max_num_batched_tokens
     has_prompt = False

@@ -61,13 +61,13 @@ class CallRecord:
     number: int = 0  # number of the call at its API server process
 
     def migrated(self, migration: MigrationEnded) -> None:
-        """Record a migration of one of the sequences, whatever its outcome."""
+        """Add a migration of one of the sequences, whatever its outcome; beyond MAX_MIGRATIONS they are dropped."""
         if len(self.migrations) < MAX_MIGRATIONS:
             self.migrations.append(migration)
 
 
 def sequence_index(sequence_id: str) -> tuple[str, int]:
-    """Return the id of the call and the index of this sequence in it."""
+    """Split the id of a sequence, REQUEST_ID/INDEX, into the request id and the index."""
     request_id, _, index = sequence_id.rpartition("/")
     return request_id, int(index)
 
@@ -87,20 +87,22 @@ class RequestLog:
         self._records: dict[str, CallRecord] = {}  # of calls in flight
 
     def begun(self, record: CallRecord) -> None:
-        """Note that a call has begun. Until `over`, its log lines have the API key's name, and its record collects its
-        course."""
+        """Keep the record of a call that has begun, by its request id, until `over`.
+
+        Log lines of the call have the name of its API key, and ends and migrations are added to the record.
+        """
         self._records[record.request_id] = record
 
     def sized(self, num_sequences: int, max_tokens: int) -> None:
-        """Count a call for `num_sequences` outputs of at most `max_tokens` tokens each."""
+        """Count a call in the metrics, with `num_sequences` outputs of at most `max_tokens` tokens each."""
         self._metrics.call_begun(num_sequences, max_tokens)
 
     def over(self, request_id: str) -> None:
-        """Note that the call and all its sequences have ended."""
+        """Forget the record of a call, all of whose sequences have ended. Ignored for an unknown id."""
         self._records.pop(request_id, None)
 
     def ended(self, end: End) -> None:
-        """Log and count the end of a sequence."""
+        """Log and count the end of a sequence, and add it to the record of its call."""
         request_id, index = sequence_index(end.request_id)
         outcome = end.outcome
         if (record := self._records.get(request_id)) is not None:
@@ -116,7 +118,7 @@ class RequestLog:
             self._write(logging.INFO, "request finished", request_id, fields)
 
     def migrated(self, migration: MigrationEnded) -> None:
-        """Log and count a migration, whatever its outcome."""
+        """Log and count a migration, whatever its outcome, and add it to the record of its call."""
         self._metrics.migrations[migration.outcome.value] += 1
         self._metrics.num_migrated_kv_bytes += migration.num_kv_bytes
         request_id, index = sequence_index(migration.request_id)
@@ -140,15 +142,14 @@ class RequestLog:
         _write(logging.INFO, "request refused", record, _cause(error))
 
     def attempt_failed(self, node: Node, event: fleet_pb2.Failed) -> None:
-        """Log that a node has given up its part of a request, with the node's reason. The request may go on
-        elsewhere."""
+        """Log that a node has failed its part of a request, with the node's reason. The request may go on elsewhere."""
         is_transfer = event.reason in (reasons.TRANSFER_FAILED, reasons.KV_CHECKSUM_MISMATCH)
         fields = {"failed_node": node.name, "reason": event.reason, "message": event.message[:MAX_MESSAGE_CHARS]}
         request_id = event.attempt.request_id.rpartition("/")[0]
         self._write(logging.WARNING, "transfer failed" if is_transfer else "attempt failed", request_id, fields)
 
     def node_lost(self, node: Node, cause: LossCause, why: str) -> None:
-        """Log and count the loss of a node that did not stop in good order."""
+        """Log and count the loss of a node; `why` is the sentence for the log."""
         self._metrics.node_losses[cause] += 1
         fields = {"lost_node": node.name, "cause": cause.value, "message": why}
         logger.warning("%s %s lost: %s", node.kind, node.name, why, extra={"fields": fields})
@@ -224,27 +225,30 @@ class History:
         self._times: deque[Times] = deque(maxlen=MAX_TIMES)
 
     def ended(self, request: Request, outcome: inference_pb2.Complete | RequestError, now: float) -> None:
-        """Record the end of a request."""
+        """Record the end of a request at `now`, and its times unless it was aborted."""
         self._number += 1
         self._ended.append(history_of(request, now, _end_of(outcome), self._number))
         if isinstance(outcome, RequestError) or outcome.finish_reason != inference_pb2.FINISH_REASON_ABORT:
             self._times.append(_times(request, now, has_failed=isinstance(outcome, RequestError)))
 
     def after(self, number: int) -> list[inference_pb2.SequenceHistory]:
-        """Return the history of the requests that ended after number `number`, oldest first, at most MAX_ENDED.
+        """Return the history of the requests that ended after the one with `number`, oldest first, at most MAX_ENDED.
 
-        Returns the whole history if `number` is higher than any number so far, as after a restart of the server.
+        Returns all that is kept if `number` is higher than the last one, as after a restart of the server.
         """
         num_new = self._number - number if number <= self._number else len(self._ended)
         return list(islice(self._ended, max(0, len(self._ended) - num_new), None))
 
     def times(self, now: float) -> list[Times]:
-        """Return the times of the requests that ended within WINDOW_S, the last MAX_TIMES at most."""
+        """Return the times of the requests that ended within the last WINDOW_S, oldest first, at most MAX_TIMES."""
         return [each for each in self._times if now - each.ended_s <= WINDOW_S]
 
 
 def history_of(request: Request, now: float, end: str = "", number: int = 0) -> inference_pb2.SequenceHistory:
-    """Return the history of a request up to now; `end` names how it ended, if it has."""
+    """Return the history message of a request until `now`; `end` names how it ended, empty while it has not.
+
+    `number` counts ended requests.
+    """
     timeline = request.timeline
     spans = [
         inference_pb2.Span(

@@ -69,7 +69,7 @@ class RecentCapacity:
         self._seen_s: dict[Capacity, float] = {}  # when the fleet last had the capacity, the latest at the end
 
     def note(self, now: float) -> None:
-        """Record the present capacity. Call it several times a second."""
+        """Record the capacity that the fleet has at `now`. Call it several times a second."""
         there = self._registry.capacity
         self._seen_s.pop(there, None)
         self._seen_s[there] = now
@@ -77,7 +77,10 @@ class RecentCapacity:
             del self._seen_s[next(iter(self._seen_s))]
 
     def at(self, now: float) -> Capacity:
-        """Return the largest length and pools within `wait_s`. Other fields are those of the present fleet."""
+        """Return the fleet's capacity, with the largest lengths and pools that it had within the last `wait_s`.
+
+        Other fields are those of the present fleet.
+        """
         there = self._registry.capacity
         lately = [there, *(seen for seen, seen_s in self._seen_s.items() if now - seen_s <= self._wait_s)]
         if all(seen is there for seen in lately):
@@ -112,7 +115,7 @@ class EndedRequest(NamedTuple):
 
 
 class Demand:
-    """Measure the recent load of the fleet, to tell how many nodes it needs."""
+    """Measure the recent load of the fleet, from which the number of nodes that it needs follows."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -121,7 +124,7 @@ class Demand:
         self._ended: deque[EndedRequest] = deque(maxlen=MAX_SAMPLES)
 
     def tick(self, now: float) -> None:
-        """Record that time has passed."""
+        """Set the time that `nodes_needed` counts to."""
         self._now = now
 
     def arrived(self, now: float) -> None:
@@ -135,12 +138,14 @@ class Demand:
             self._by_second.append((int(self._now), 1))
 
     def ended(self, request: EndedRequest) -> None:
-        """Record a request that has all its tokens."""
+        """Record the sizes of a request that has got all its tokens, for the means."""
         self._ended.append(request)
 
     def nodes_needed(self, nodes: Sequence[Node], num_waiting: int) -> int:
-        """Return the number of nodes needed at the last recorded time, while `num_waiting` requests wait for a first
-        token."""
+        """Return the number of nodes that the recent load needs, 1 to MAX_NODES; the time is that of the last `tick`.
+
+        `num_waiting` requests wait for a first token. While step costs are unknown, returns the number of ready nodes.
+        """
         offered_per_s = self._per_s() + num_waiting / CATCH_UP_S
         if not offered_per_s:
             return 1
@@ -207,15 +212,20 @@ class PressureGauge:
     """Measure the pressure repeatedly, and for how long it has lasted."""
 
     def __init__(self, ledger: Ledger, *, embeds: bool = False) -> None:
-        """Create a gauge. `embeds`: requests are for embeddings, and decode nodes are not needed."""
+        """Create a gauge that reads loads from `ledger`.
+
+        `embeds`: requests are for embeddings, and decode nodes are not needed.
+        """
         self._ledger = ledger
         self._embeds = embeds
         self._seen: Pressure | None = None
         self._since_s = 0.0
 
     def measure(self, nodes: Collection[Node], now: float) -> tuple[Pressure | None, float]:
-        """Return the pressure, None between the thresholds, and the seconds that it has lasted. Call it several times a
-        second."""
+        """Return the pressure at `now`, and for how many seconds it has lasted. Call it several times a second.
+
+        The pressure is None between the thresholds: neither so high that a role must change, nor low enough to return.
+        """
         seen = self._look([node for node in nodes if node.is_ready], now)
         if seen is not self._seen:
             self._seen, self._since_s = seen, now
@@ -289,12 +299,12 @@ STAY_GROWTH: Final = 4.0
 
 
 class Roles:
-    """Ask nodes to take other roles, by order or by load."""
+    """Change the roles of nodes, by order or by load: decide, and return the commands that request the change."""
 
     def __init__(self, registry: Registry, ledger: Ledger, *, policy: str) -> None:
         """Create the role controller.
 
-        With the policy AUTO, a node gets the role that lacks nodes beside its own: it has both roles until they are not
+        With `policy` AUTO, a node gets the role that lacks nodes beside its own: it has both roles until they are not
         needed any more, and then returns to its own. Nodes store their own role, so another coordinator knows it too.
         """
         self._registry = registry
@@ -308,8 +318,10 @@ class Roles:
     def set_shape(self, name: str, to: str | Shape, now: float) -> tuple[Node, Shape, list[Send]]:
         """Give a node a role or a shape by an operator's order, and end its drain.
 
-        The node confirms the shape; after CONFIRM_S without confirmation, its `requested_shape` is None again. Raise
-        RequestError, and then nothing is requested.
+        Returns the node, the requested shape, and the commands to send: none if the node has the shape. The node
+        confirms the shape later; after CONFIRM_S without confirmation, its `requested_shape` is None again. Raises
+        RequestError, in which case nothing has changed: for an unknown or stopping node, a shape that it cannot take,
+        and a change after which the fleet could serve no request.
         """
         node = self._registry.named(name)
         shape = preset(rename_role(to), **_limits(node)) if isinstance(to, str) else to
@@ -323,7 +335,10 @@ class Roles:
         return node, shape, [] if is_so else [self._ask(node, shape, now)]
 
     def tick(self, now: float) -> list[Send]:
-        """Forget unconfirmed requests and, with the policy AUTO, change a role under lasting pressure."""
+        """Forget requests that are unconfirmed for CONFIRM_S; with AUTO, change one role under lasting pressure.
+
+        Returns the command to send, if any.
+        """
         for node, asked_s in list(self._requested_s.items()):
             if node not in self._registry or now - asked_s >= CONFIRM_S:
                 self._registry.request_shape(node, None)

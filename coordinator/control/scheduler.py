@@ -165,12 +165,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of requests that are not running."""
+        """Return the number of requests without a first token in the current attempt."""
         return len(self._requests) - self.num_running
 
     @property
     def num_waiting_for_nodes(self) -> int:
-        """Return the number of requests that wait for nodes to attach."""
+        """Return the number of requests that no attached node can take, so that they wait for one to attach."""
         return sum(request.state is State.WAITING_FOR_NODES for request in self._requests.values())
 
     @property
@@ -193,7 +193,7 @@ class Scheduler:
         return self._demand.nodes_needed(self._registry.nodes, self.num_waiting)
 
     def num_left(self, node: Node) -> int:
-        """Return the number of requests that the node still has a part in."""
+        """Return the number of requests that the node still computes, or holds blocks for."""
         return num_left(node, self._on_nodes(), self._releases)
 
     def load_of(self, node: Node) -> inference_pb2.NodeLoad:
@@ -208,7 +208,10 @@ class Scheduler:
     # ---- clients ----
 
     def check_room(self, num_sequences: int, now: float, asker: str = "") -> None:
-        """Raise RequestError where `num_sequences` more requests would exceed a limit on requests in flight."""
+        """Raise RequestError, with a retry-after, where `num_sequences` more requests would exceed a limit in flight.
+
+        The limits are that of all requests and that of one API key, whose name is `asker`.
+        """
         what = f"{num_sequences} do not fit: " if num_sequences > 1 else ""
         self._check_share(num_sequences, asker, what)
         if self.num_open + num_sequences <= self._max_requests:
@@ -240,11 +243,12 @@ class Scheduler:
         pooling: Pooling | None = None,
         asker: str = "",
     ) -> list[Instruction]:
-        """Start a request, or continue one that an earlier call has begun; with `pooling` it is for an embedding.
+        """Start a request, or resume one that an earlier call has begun; with `pooling` it is for an embedding.
 
-        The time from `arrived_s`, in which the request was preprocessed, counts in its timeline and against its SLO.
-        Raise RequestError, and then nothing has begun: where no node can take the request and it may not wait, or where
-        admission control refuses it.
+        Returns the commands that start it: none while it is deferred or waits for nodes. The time from `arrived_s`, in
+        which the request was preprocessed, counts in its timeline and against its SLO. Raises RequestError, in which
+        case nothing has begun: where no node can take the request and it may not wait, where a limit in flight is
+        reached, for an id in use, and where admission control refuses it.
         """
         if request_id in self._requests:
             raise RequestError(reasons.DUPLICATE_REQUEST_ID, f"request {request_id} is live already")
@@ -264,7 +268,10 @@ class Scheduler:
         return instructions
 
     def finish(self, request_id: str, finish_reason: inference_pb2.FinishReason, now: float) -> list[Instruction]:
-        """End a request early, as complete. An unknown request is ignored."""
+        """End a request early with a finish reason, and return the instructions: Cancels, its End, starts of others.
+
+        An unknown request is ignored.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return []
@@ -273,14 +280,20 @@ class Scheduler:
         return self._end(request, completion(request, finish_reason, now), now)
 
     def fail(self, request_id: str, error: RequestError, now: float) -> list[Instruction]:
-        """End a request early, with an error. An unknown request is ignored."""
+        """End a request early with an error, and return the instructions: Cancels, its End, starts of others.
+
+        An unknown request is ignored.
+        """
         request = self._requests.get(request_id)
         return self._end(request, with_progress(error, request), now) if request else []
 
     # ---- nodes ----
 
     def handle(self, node: Node, event: fleet_pb2.NodeEvent, now: float) -> list[Instruction]:
-        """Handle an event of a node. Events that are late, repeated or not the node's to send do nothing."""
+        """Update a request by an event of a node, and return the instructions that follow.
+
+        Events that are late, repeated or not the node's to send do nothing.
+        """
         kind = event.WhichOneof("event")
         body: Any = getattr(event, kind)
         if kind == "step_tokens":
@@ -317,7 +330,11 @@ class Scheduler:
         return [] if handler is None else handler(request, node, body, now)
 
     def step_tokens(self, node: Node, event: fleet_pb2.StepTokens, now: float) -> list[Instruction]:
-        """Handle the tokens of one step of a decode node: nearly all events are of this kind."""
+        """Add the tokens of one decode step to their requests; return the instructions that emit them and end requests.
+
+        Tokens of another attempt, or out of order, are dropped or kept until their turn. Nearly all events are of this
+        kind.
+        """
         requests, instructions, usual = self._requests, list[Instruction](), list[str]()
         observe, tokens = self._metrics.itl.observe, event.tokens
         last_s, num_since = now, 0  # of the outputs before this one whose last tokens came together
@@ -369,7 +386,11 @@ class Scheduler:
         return (migration.source, migration.source_epoch) == (node, epoch)
 
     def lose(self, node: Node, now: float, *, has_died: bool = False) -> list[Instruction]:
-        """Handle the loss of a node, which has left the registry. `has_died`: it was lost in the middle of its work."""
+        """Restart or end the requests of a node that has left the registry, and return the instructions.
+
+        `has_died`: the node was lost in the middle of its work, which counts against the requests that it may have
+        computed.
+        """
         pauses = self._registry.pauses
         pauses.note(now)
         if has_died and not pauses.is_recent(now):
@@ -394,12 +415,15 @@ class Scheduler:
         return node in (attempt.prefill, attempt.decode)
 
     def attached_again(self, session: int) -> None:
-        """Take back the death of the node of this session: its process lives and only its stream had ended."""
+        """Take back the death of the node of this session for all requests: its process lives, its stream had ended."""
         for request in self._requests.values():
             request.take_back_death(session)
 
     def tick(self, now: float) -> list[Instruction]:
-        """Expire, place and migrate requests as time passes, and repeat unconfirmed Cancels."""
+        """Expire, place and migrate requests as time passes, and return the instructions.
+
+        Cancels that nodes have not confirmed are repeated.
+        """
         self._demand.tick(now)
         instructions: list[Instruction] = [*self._releases.overdue(now)]
         waiting: list[Request] = []
@@ -435,7 +459,7 @@ class Scheduler:
     def _admit(
         self, request: Request, placed: Placed, now: float, *, since_s: float | None = None
     ) -> list[Instruction]:
-        """Start the first attempt, or defer it. Raise RequestError for a request that is refused."""
+        """Start the first attempt, or defer it. Raises RequestError for a request that is refused."""
         if self._admission.defer(request, placed, now):
             return []
         if not self._admission.admit(request, placed, self._num_without_token, now):
@@ -523,7 +547,7 @@ class Scheduler:
         return []
 
     def _place(self, request: Request, now: float) -> Placed:
-        """Return the placement of the request. Raise RequestError where no nodes can take it."""
+        """Return the placement of the request. Raises RequestError where no nodes can take it."""
         num_ahead = self._admission.deferred.num_ahead(request)
         if num_ahead:
             num_ahead //= max(1, sum(node.decodes for node in self._registry.nodes))
@@ -804,7 +828,7 @@ class Scheduler:
         return self._quarantined(request, node, now) or self._part_gone(request, node, error, now, is_loss=True)
 
     def _quarantined(self, request: Request, node: Node, now: float) -> list[Instruction]:
-        """End a request that may have killed MAX_DEATHS nodes in a row. Return nothing for any other one."""
+        """End a request that may have killed MAX_DEATHS nodes in a row. Returns nothing for any other one."""
         if len(request.deaths) < MAX_DEATHS:
             return []
         request.attempt.released(node)

@@ -37,7 +37,10 @@ class Limit:
     is_multiple: bool = False
 
     def seconds(self, alone_s: float) -> float | None:
-        """Return the limit in seconds; None while `alone_s`, the time that the request takes alone, is unknown (0)."""
+        """Return the limit in seconds.
+
+        A multiple is of `alone_s`, the seconds that the request takes alone; None while that is unknown (0).
+        """
         return (self.value * alone_s or None) if self.is_multiple else self.value / MS
 
 
@@ -73,9 +76,10 @@ class SloClasses:
         self._classes = {each.name: each for each in classes}
 
     def slo_of(self, request: GenerateRequest, num_prompt_tokens: int, nodes: Iterable[Node]) -> Slo | None:
-        """Return the SLO of a request: its own limits, and those of its class where it has none; None without both.
+        """Return the SLO of a request: its own limits, and those of its class where it has none.
 
-        Raise RequestError for an unknown class or a limit out of range.
+        None if it has neither limits, nor a priority, nor a class, while no default class is configured. A multiple is
+        of what the request takes alone on `nodes`. Raises RequestError for an unknown class or a limit out of range.
         """
         own = [_own_limit(request, name) for name in ("ttft_ms", "tpot_ms")]
         own_priority = _own_priority(request)
@@ -108,7 +112,10 @@ def alone(nodes: Iterable[Node], num_prompt_tokens: int) -> tuple[float, float]:
 
 
 def parse_slo_classes(texts: Iterable[str]) -> list[SloClass]:
-    """Return the classes of the slo_class settings. Raise SettingsError."""
+    """Parse the values of the slo_class setting, NAME=LIMITS each.
+
+    Raises SettingsError for a malformed or repeated one.
+    """
     classes = [_parse(text) for text in texts]
     names = [each.name for each in classes]
     if len(classes) > MAX_CLASSES:
@@ -183,7 +190,10 @@ class AttainmentCounts:
         return self._counts
 
     def ended(self, slo: Slo, outcome: inference_pb2.Complete | RequestError) -> None:
-        """Count a request that has ended. A failed one attains nothing; an aborted one does not count."""
+        """Count whether a request that has ended attained its SLO.
+
+        A failed request attains nothing; an aborted one does not count.
+        """
         ttft_met = tpot_met = False
         if isinstance(outcome, inference_pb2.Complete):
             if outcome.finish_reason == inference_pb2.FINISH_REASON_ABORT:

@@ -119,7 +119,7 @@ class AnswerFormat:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Tags of thoughts and calls, which stay in the text where a tokenizer has them as special tokens."""
+        """Return the tags of thoughts and calls, which must stay in the text though they may be special tokens."""
         thoughts = reasoning.TAGS[self.reasoning]
         words = f"{thoughts.open} {thoughts.close}" if self.thinks else ""
         words += MARKUPS[self.calls].words if self.calls in MARKUPS else _WORDS.get(self.calls, "")
@@ -134,11 +134,11 @@ class AnswerFormat:
         is_held: bool = False,
         keeps_blanks: bool = False,
     ) -> "AnswerReader":
-        """Return a reader for one output that may call the tools in `tools`.
+        """Return a reader for one output, after a prompt whose text ends with `prompt_end`, that may call `tools`.
 
         With `is_held`, the output has a required format, and either consists of calls or has none. `keeps_blanks` keeps
         the blanks after the thoughts, which may belong to that format. With `forced`, the output must be calls, which
-        that reader parses.
+        the reader made by it parses.
         """
         thoughts: ReasoningReader | None = None
         expected = reasoning.thoughts_behind(prompt_end, self.reasoning)
@@ -162,7 +162,7 @@ class Reader(Protocol):
     """Parse the text after the thoughts."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that the next text makes certain."""
+        """Add the next text, and return the pieces of the output that are certain now; often none."""
 
     def finish(self) -> list[Piece]:
         """Return the remaining pieces, when the text has ended."""
@@ -200,7 +200,7 @@ class AnswerReader:
         self._calls = calls
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that the next text makes certain."""
+        """Add the next text, and return the pieces of the output that are certain now; often none."""
         return self._pieces(*(self._thoughts.feed(text) if self._thoughts else ("", text)))
 
     def finish(self) -> list[Piece]:
@@ -216,10 +216,10 @@ class AnswerReader:
 
 
 def answer_format(calls: str, thoughts: str, template: str) -> AnswerFormat:
-    """Return the format for these settings.
+    """Return the output format for the settings tool_call_parser (`calls`) and reasoning_parser (`thoughts`).
 
-    A setting of AUTO is derived from the chat template. If the template shows no call format that can be parsed, the
-    server lists the tools and states the format itself.
+    AUTO is derived from `template`, the source of the chat template. If the template shows no call format that can be
+    parsed, the server lists the tools and states the format itself.
     """
     found = _calls_of(template)
     is_auto = calls == AUTO

@@ -32,9 +32,10 @@ def line(value: object) -> bytes:
 
 
 def ended(code: int, max_cpu_s: float, max_bytes: int) -> dict[str, str]:
-    """Return the answer for a question whose process has ended with this exit code.
+    """Return the answer to a question whose process has ended with this exit code.
 
-    "ended" says which limit the question has exceeded; KILLED is set if the question may not be the cause.
+    "ended" says which limit, of processor time or memory, the question has exceeded; KILLED is set if the question may
+    not be the cause.
     """
     if code == -signal.SIGKILL:
         return {"ended": "takes more memory than the machine has", KILLED: ""}

@@ -45,7 +45,10 @@ class AnswerText:
         return self._matcher.matched if self._matcher is not None else None
 
     def resume(self, so_far: SoFar) -> None:
-        """Continue after the text that the client already has. Must be called first. Takes long for a long output."""
+        """Begin with the tokens of an earlier call; `next` and `rest` then return the text that the client lacks.
+
+        Must be called first. Takes long for a long output.
+        """
         *others, last = so_far.token_ids
         pieces = [self._take(token_id) for token_id in others if self.matched_stop is None]
         if self.matched_stop is None:
@@ -54,11 +57,11 @@ class AnswerText:
         self._owed = "".join(pieces)
 
     def add(self, token: fleet_pb2.SampledToken) -> str:
-        """Return the text that the next token makes certain. No token may follow a stop string."""
+        """Add a token, and return the text that is certain now; often empty. No token may follow a stop string."""
         return self.next(token.token_id, token.finish_reason)
 
     def next(self, token_id: int, finish_reason: inference_pb2.FinishReason) -> str:
-        """Return the text that the next token makes certain. No token may follow a stop string.
+        """Add a token, and return the text that is certain now; often empty. No token may follow a stop string.
 
         `finish_reason` tells how this token ends the output; FINISH_REASON_UNSPECIFIED if it does not. After the last
         token, `rest` returns the text that was held back.
@@ -117,13 +120,13 @@ class AnswerText:
 
 
 def check_follows(index: int, num_tokens: int) -> None:
-    """Raise RequestError unless token `index` follows the first `num_tokens` of an output, since one may be lost."""
+    """Raise RequestError unless `index`, of the next token, is `num_tokens`, since a token would be missing."""
     if index != num_tokens:
         raise RequestError(ENGINE_ERROR, f"token {index} came in place of token {num_tokens}")
 
 
 class Answer:
-    """One output of a Generation."""
+    """Write the tokens of one output, with their text, to the Generation of its call."""
 
     def __init__(self, generation: Generation, index: int, text: AnswerText) -> None:
         self.generation = generation
@@ -141,9 +144,10 @@ class Answer:
         return self._text.num_tokens
 
     def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None = None) -> bool:
-        """Add the next tokens, and return whether a stop string has ended the output; later tokens are dropped.
+        """Queue the next tokens and their text as one chunk; return whether a stop string has ended the output.
 
-        `num_cached_tokens` of the prompt comes with the first tokens. Raises RequestError for a slow reader.
+        Tokens after the stop string are dropped. `num_cached_tokens` are those of the prompt that were cached, with the
+        first tokens. Raises RequestError when the reader is too slow, or the tokens do not follow those before.
         """
         if self.matched_stop is not None:
             return True
@@ -172,7 +176,11 @@ class Answer:
         return self.matched_stop is not None
 
     def add_chunk(self, chunk: inference_pb2.Chunk) -> bool:
-        """Add the tokens of a chunk without text, as `add` does. The output owns the chunk from now on."""
+        """Add the text to a chunk of tokens and queue the chunk; return whether a stop string has ended the output.
+
+        Tokens after the stop string are dropped. The chunk is changed and must not be used afterwards. Raises
+        RequestError when the reader is too slow.
+        """
         if self.matched_stop is not None:
             return True
         text, finish_reason = "", inference_pb2.FINISH_REASON_UNSPECIFIED
@@ -190,7 +198,10 @@ class Answer:
         return self.matched_stop is not None
 
     def end(self, complete: inference_pb2.Complete) -> None:
-        """Send the held-back text, then the end. A matched stop string overrides the finish reason of the node."""
+        """Queue the text that was held back, then the end `complete`.
+
+        If a stop string has ended the output, the finish reason and the number of tokens in `complete` are replaced.
+        """
         if rest := self._text.rest():
             chunk = inference_pb2.Chunk(first_token_index=self._text.num_tokens, text=rest)
             self.generation.push_chunk(self._index, chunk)

@@ -45,7 +45,7 @@ USUAL: Final = RenderOptions()
 
 
 class ChatTemplate:
-    """Render messages to the text of a prompt.
+    """Render messages to the text of a prompt, by a template in Jinja.
 
     `variables` are the special tokens by name, such as bos_token. `kwargs_json` has further variables, which requests
     may replace. Conversations with tools use `tool_source` if given. Raises ModelError when a source does not parse.
@@ -70,7 +70,7 @@ class ChatTemplate:
         self._program.begin()
 
     async def check(self) -> None:
-        """Log an error that names each template whose text does not depend on the user's message.
+        """Log an error that names each template whose text does not depend on the user's message. Raises nothing.
 
         Chat requests are still served, since a template may intend it.
         """
@@ -83,9 +83,10 @@ class ChatTemplate:
             logger.error(LOSSY, lossy)
 
     async def render(self, messages: Messages, options: RenderOptions, asker: str = "") -> str:
-        """Return the text of a conversation. `asker` takes turns with other askers.
+        """Return the text of a conversation. Conversations of the same `asker` wait for each other.
 
-        Raises RequestError when the template refuses the messages, or fails, which is not the client's fault.
+        Raises RequestError: BAD_PARAM when the template refuses the messages or a field is invalid, ENGINE_ERROR, also
+        logged, when the template fails.
         """
         answer = await self._program.ask({"messages": list(messages), **asdict(options)}, asker)
         if "text" in answer:

@@ -32,10 +32,10 @@ from serving_core.grammars import LIMITS, Grammars
 
 
 def with_leeway(grammar: str, asked: Asked, special: Mapping[str, int]) -> str:
-    """Return the grammar of an output with leeway.
+    """Return the grammar of an output with thoughts before its required format, or tool calls in its place.
 
-    `grammar` is that of the format alone. `special` maps special tokens, which text does not spell, to their ids.
-    Raises Unenforceable.
+    `grammar` is that of the format alone, and `asked` says what leeway there is. `special` maps special tokens, which
+    text does not spell, to their ids. Raises Unenforceable for schemas of tools.
     """
 
     def tag(text: str) -> str:
@@ -134,7 +134,10 @@ class _Tokens(TokenizerWrapper):
 
 
 def tokens_alone(text: str, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Return the greedy tokenizer for a tokenizer.json. Raises ValueError when the library cannot read the file."""
+    """Return a tokenizer that splits text greedily, with the tokens of a tokenizer.json whose contents are `text`.
+
+    Raises ValueError when the library cannot read the file.
+    """
     ends = list(eos_token_ids)
     tokens = _Tokens(LLTokenizer(text, eos_token=ends, slices=[]))
     tokens.made = LLTokenizer(tokens, eos_token=ends, slices=[])
@@ -150,7 +153,7 @@ _IDS: Final = re.compile(r"<\[(\^?)([\d,*-]+)\]>")
 
 
 def names_any(grammar: str, tokens: Collection[tuple[int, str]]) -> bool:
-    """Return whether the grammar may name one of these tokens, given as (id, text).
+    """Return whether a Lark grammar may name one of these tokens, given as (id, text).
 
     Names in strings and comments count too.
     """
@@ -187,7 +190,7 @@ class Compiler:
             self._unspelled = unspelled_bytes(_text_tokens(tokenizer))
 
     def answer(self, question: Mapping[str, Any]) -> bytes:
-        """Return the answer line for a question, which has the fields of `Asked`."""
+        """Return the answer line to a question, which has the fields of `Asked`: the grammar, or why there is none."""
         leeway = Leeway(**question["leeway"])
         asked = Asked(**{**question, "leeway": leeway, "thoughts": Thoughts(question["thoughts"])})
         try:

@@ -76,9 +76,9 @@ def to_grammar(
     """Return the llguidance grammar of a constraint.
 
     `kind` is a field of the oneof `constraint` in protos/inference.proto, and `value` is its value. `whitespace` is a
-    regex for the text between JSON tokens, or None for no such text. `closes_objects` is as in `read_schema`.
-    `unspelled` are the bytes that no token has: regular expressions are restricted to texts without them, and a fixed
-    text that has one is refused. Raises Unenforceable. Whether the grammar compiles is not checked.
+    regular expression for the text between JSON tokens, or None for no such text. `closes_objects` is as in
+    `read_schema`. `unspelled` are the bytes that no token has: regular expressions are restricted to texts without
+    them, and a fixed text that has one is refused. Raises Unenforceable. Whether the grammar compiles is not checked.
     """
     match kind:
         case "json_schema":
@@ -102,7 +102,7 @@ def to_grammar(
 
 
 def may_begin_blank(kind: str, value: Any) -> bool:
-    """Return whether an output may begin with blanks that belong to its format.
+    """Return whether an output may begin with blanks that belong to the format of a constraint (see `to_grammar`).
 
     Regular expressions and grammars count as True without a check.
     """
@@ -163,7 +163,7 @@ _LAST_BEFORE_SURROGATES: Final = 0xD7FF  # last character with first byte 0xED; 
 
 
 def unspelled_bytes(tokens: Iterable[bytes]) -> frozenset[int]:
-    """Return the UTF-8 bytes that occur in none of the tokens."""
+    """Return the bytes that UTF-8 text may have and that occur in none of the tokens."""
     left = set(_OF_TEXT)
     for token in tokens:
         left.difference_update(token)
@@ -173,13 +173,13 @@ def unspelled_bytes(tokens: Iterable[bytes]) -> frozenset[int]:
 
 
 def unspelled_in(text: str, unspelled: frozenset[int]) -> str:
-    """Return the first character of a text with an unspelled byte, as U+XXXX; empty without one."""
+    """Return the first character of a text whose UTF-8 has an unspelled byte, as U+XXXX; empty if there is none."""
     spelled = ((char, char.encode(errors="surrogatepass")) for char in text)
     return next((f"U+{ord(char):04X}" for char, in_bytes in spelled if not unspelled.isdisjoint(in_bytes)), "")
 
 
 def class_of(unspelled: frozenset[int]) -> str:
-    """Return the members of a regex character class for all characters whose first byte is unspelled."""
+    """Return the characters whose first UTF-8 byte is unspelled, as ranges for a regular expression's [...]."""
     ranges = (_beginning_with(byte) for byte in sorted(unspelled) if byte < 0x80 or byte >= 0xC2)
     return "".join(rf"\u{{{first:x}}}-\u{{{last:x}}}" for first, last in ranges)
 

@@ -26,20 +26,23 @@ _BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Detokenizer(Protocol):
-    """Text of one output."""
+    """Turn the tokens of one output into its text, piece by piece."""
 
     def add(self, token_id: int) -> str:
-        """Return the text that this token makes certain; often empty."""
+        """Add a token, and return the text that is certain now; often empty."""
 
     @property
     def ahead(self) -> str:
-        """Return the characters that `flush` would return, without an incomplete one. More tokens may change them."""
+        """Return the characters that `flush` would return, without an incomplete one.
+
+        Further tokens may change them.
+        """
 
     def num_chars_before(self, token_id: int) -> int:
-        """Return how many of the held-back characters would precede this token if it came next."""
+        """Return how many of the characters held back would precede the text of this token if it were added next."""
 
     def flush(self) -> str:
-        """Return the remaining text, when the tokens have ended."""
+        """Return the text held back, when the tokens have ended."""
 
 
 class DetokenizerFactory:
@@ -57,7 +60,7 @@ class DetokenizerFactory:
         self._byte_tokens = _byte_tokens(tokenizer) if "ByteFallback" in kinds else {}
 
     def keep(self, texts: Collection[str]) -> None:
-        """Keep the tokens of these texts in the output of all detokenizers created afterwards."""
+        """Keep the special tokens with these texts in the output of all detokenizers created afterwards."""
         self._special -= {self._tokenizer.token_to_id(text) for text in texts}
 
     def __call__(self, *, skip_special_tokens: bool, after: Sequence[int] = ()) -> Detokenizer:

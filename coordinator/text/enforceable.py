@@ -54,7 +54,7 @@ class Unenforceable(ValueError):
 
 
 def parse_schema(text: str) -> dict[str, Any]:
-    """Return the schema unchanged. Raises Unenforceable."""
+    """Return a JSON schema as a dict. Raises Unenforceable unless the text is a JSON object."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -65,7 +65,11 @@ def parse_schema(text: str) -> dict[str, Any]:
 
 
 def read_schema(text: str, *, closes_objects: bool = False) -> dict[str, Any]:
-    """Return the schema in the form that `of_schema` takes, with closed objects if requested. Raises Unenforceable."""
+    """Parse a JSON schema, and return it in the form that `of_schema` takes, with the same values as far as possible.
+
+    With `closes_objects`, objects that name properties allow no others unless they say so. Raises Unenforceable for
+    what the library would not enforce, or only in part.
+    """
     schema = parse_schema(text)
     parts = list(schemas_in(schema))
     if closes_objects:
@@ -306,10 +310,11 @@ def loosened(
     *,
     closes_objects: bool = False,
 ) -> str:
-    """Return the schema with the definitions in `places` reduced to what can be enforced.
+    """Return a JSON schema, as text, whose definitions in `places` are reduced to what can be enforced.
 
     An empty name in `places` stands for the whole schema. `is_enforced` decides for each part by itself. With
-    `closes_objects`, objects are closed first, by the property names of the whole schema. Raises Unenforceable.
+    `closes_objects`, objects are closed first, by the property names of the whole schema. Raises Unenforceable if
+    `text` is no JSON object.
     """
     schema = parse_schema(text)
     if closes_objects:
@@ -321,7 +326,10 @@ def loosened(
 
 
 def freed(text: str, places: Collection[str]) -> str:
-    """Return the schema with any object allowed at these places. Raises Unenforceable."""
+    """Return a JSON schema, as text, whose definitions in `places` allow any object.
+
+    An empty name in `places` stands for the whole schema. Raises Unenforceable if `text` is no JSON object.
+    """
     if "" in places:
         return json.dumps(ANY)
     schema = parse_schema(text)

@@ -85,12 +85,15 @@ _CODE: Final = re.compile(r"\\[xuU]\{?([0-9A-Fa-f]{1,8})\}?")
 
 
 def control_in(text: str) -> str:
-    """Return the first control character of a text, as U+XXXX; empty without one."""
+    r"""Return the first control character that JSON spells only by \uXXXX in a text, as U+XXXX; empty without one."""
     return next((f"U+{ord(char):04X}" for char in text if char in CONTROLS), "")
 
 
 def characters_of(text: str) -> Iterator[str]:
-    """Yield the characters of a text with escapes, in any spelling; other escapes stay as written."""
+    """Yield the characters of a Lark string or pattern, each escape resolved to its character if it names one.
+
+    Other escapes stay as they are written.
+    """
     return map(_character, _ATOMS.findall(text))
 
 
@@ -101,15 +104,17 @@ def control_of_pattern(pattern: str) -> str:
 
 
 def may_name_controls(pattern: str) -> bool:
-    """Return whether a regular expression has a control character, or an escape or named class that may stand for
-    one."""
+    """Return whether a regular expression may match a control character by name.
+
+    It does if it has one, or an escape or a named class that may stand for one.
+    """
     return _MAY_NAME.search(pattern) is not None
 
 
 def without_control(pattern: str) -> str:
-    """Return the pattern with U+0001 removed from all classes, so that no class has all control characters.
+    """Return the regular expression with U+0001 removed from all classes, so that no class has all control characters.
 
-    Requires a pattern that requires none.
+    The expression must not require a control character.
     """
     return _BROAD.sub(_narrowed, pattern)
 
@@ -181,7 +186,11 @@ _MOST_CHARS: Final = {"hostname": 253, "email": 254}  # RFC 1123, and errata of 
 
 
 def put_format(part: dict[str, Any]) -> None:
-    """Replace the format of a schema by bounds of a number or a pattern of a string, besides the schema's own."""
+    """Replace `format` in a part of a schema by bounds of a number or a pattern of a string, in place.
+
+    These are joined with the part's own bounds and pattern. A format without effect is removed; formats that the
+    library knows stay.
+    """
     form = str(part.get("format"))
     if form in IDLE:
         del part["format"]

@@ -33,7 +33,10 @@ class Program:
     """A helper process, started on demand and restarted after it has ended. It has one question at a time."""
 
     def __init__(self, module: str, given: Mapping[str, object], max_cpu_s: float, max_bytes: int) -> None:
-        """Create the program. `max_cpu_s` and `max_bytes` limit each question."""
+        """Create the program, which runs as `python -m module` with the settings `given`; nothing is started.
+
+        `max_cpu_s` and `max_bytes` limit the processor time and the memory of each question.
+        """
         self._module = module
         self._max_cpu_s = max_cpu_s
         self._max_bytes = max_bytes
@@ -43,10 +46,11 @@ class Program:
         self._turns = Turns()
 
     async def ask(self, question: object, asker: str = "") -> dict[str, str]:
-        """Return the answer, or the result of answering.ended.
+        """Send a question, and return the answer, or the result of answering.ended if the process has ended.
 
-        Questions of one asker wait for each other, and for at most one question of each other asker. Cancellation does
-        not stop a question, which is limited anyway. Raises RequestError when the machine has been too busy to answer.
+        Starts the process if none runs. Questions of one asker wait for each other, and for at most one question of
+        each other asker. Cancellation does not stop a question, which is limited anyway. Raises RequestError when the
+        machine has been too busy to answer.
         """
         async with self._turns.turn(asker):
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, question)

@@ -44,7 +44,10 @@ class Thoughts(StrEnum):
 
 
 def thoughts_behind(prompt: str, reasoning: str = THINK) -> Thoughts:
-    """Return whether the output after this prompt, or after this end of a prompt, has thoughts."""
+    """Return whether the output after a prompt has thoughts, by the tags at the end of the prompt.
+
+    `prompt` may be its end alone. `reasoning` is a key of TAGS.
+    """
     words, tags = prompt.rstrip(), TAGS[reasoning]
     if words.endswith(tags.open.rstrip()):
         return Thoughts.BEGUN
@@ -53,12 +56,15 @@ def thoughts_behind(prompt: str, reasoning: str = THINK) -> Thoughts:
 
 
 def ends_thinking(prompt: str, reasoning: str = THINK) -> bool:
-    """Return whether a prompt, or the end of a prompt, begins the output's thoughts."""
+    """Return whether a prompt ends with the opening tag of thoughts, so that the output begins within them.
+
+    `prompt` may be its end alone. `reasoning` is a key of TAGS.
+    """
     return thoughts_behind(prompt, reasoning) is Thoughts.BEGUN
 
 
 class ReasoningReader:
-    """Parse one output.
+    """Separate the thoughts of one output from the rest of its text.
 
     An output that does not begin with the tag has no thoughts, unless the prompt has begun them. Blanks within and
     after both tags are left out; `keeps_blanks` keeps those after the closing tag.
@@ -75,16 +81,16 @@ class ReasoningReader:
 
     @property
     def has_thoughts(self) -> bool:
-        """Return whether the text so far began with thoughts."""
+        """Return whether the output has begun with thoughts."""
         return self._is_thinking
 
     @property
     def is_over(self) -> bool:
-        """Return whether no thoughts can follow."""
+        """Return whether no thoughts can follow: they have ended, or the output has none."""
         return self._is_over
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Return the thoughts and the other text that the next piece makes certain."""
+        """Add the next text, and return the thoughts and the other text that are certain now."""
         thoughts, words = list[str](), list[str]()
         for char in text:
             if self._skips_blanks and char.isspace():
@@ -138,7 +144,7 @@ class ThoughtCounter:
         return self._num_read if self._reader.has_thoughts else 0
 
     def add(self, token_ids: Iterable[int]) -> None:
-        """Add the next tokens of the output."""
+        """Count the next tokens of the output, until its thoughts are over."""
         for token_id in token_ids:
             if self._reader.is_over:
                 return

@@ -35,7 +35,10 @@ FORMS: Final = {  # format of a call, by the formats of answer_format
 
 
 def description(tools: Sequence[Any], form: str) -> str:
-    """Return the text that describes the tools to a model."""
+    """Return the text that describes the tools to a model, and how to call one in the format `form`, a key of FORMS.
+
+    `tools` are OpenAI's JSON objects.
+    """
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     example = _call(form, "function-name", '{"argument-name": "value"}', 'argument_name="value"')
     return (
@@ -46,8 +49,10 @@ def description(tools: Sequence[Any], form: str) -> str:
 
 
 def with_description(messages: Sequence[Message], text: str, role: str) -> list[Message]:
-    """Return the conversation with a text in its system message, or before the text of its first message of another
-    role."""
+    """Return the conversation with `text` added to the first message of a role: behind a system message, before others.
+
+    Without a message of this role, a new first message has the text.
+    """
     at = next((index for index, message in enumerate(messages) if message["role"] == role), None)
     if at is None:
         return [{"role": role, "content": text}, *messages]
@@ -59,7 +64,7 @@ def with_description(messages: Sequence[Message], text: str, role: str) -> list[
 
 
 def with_calls_as_text(messages: Sequence[Message], form: str) -> list[Message]:
-    """Return the conversation with calls as text in the model's format, and results as user messages.
+    """Return the conversation with tool calls as text in the format `form` (see FORMS), and results as user messages.
 
     Raises KeyError, TypeError or AttributeError for calls that are not function calls.
     """
@@ -152,7 +157,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 class Renderer:
-    """Render one template. It is compiled at first use, which may take long too."""
+    """Render one template. The template is compiled at first use, which may take long too."""
 
     def __init__(self, source: str, tool_source: str, variables: Mapping[str, str], kwargs_json: str) -> None:
         self._source = source
@@ -163,7 +168,10 @@ class Renderer:
         self._forms: dict[tuple[str, str], ContentForms] = {}
 
     def answer(self, given: Mapping[str, Any]) -> bytes:
-        """Return the answer line for a conversation, or for a question without messages."""
+        """Return the answer line to a question: the text of its conversation, or why there is none. Raises nothing.
+
+        A question without messages is answered with the names of the templates that lose the user's text.
+        """
         try:
             if "messages" not in given:
                 return line({"lossy": ", ".join(self._lossy())})
@@ -294,7 +302,7 @@ def _shown_in(messages: Sequence[dict[str, Any]], text: str, render: Callable[[l
 
 
 def read_kwargs(text: str) -> dict[str, Any]:
-    """Return the template variables of a JSON object. Raises BadField."""
+    """Parse the template variables of a JSON object; an empty text has none. Raises BadField."""
     kwargs: dict[str, Any] = _read("template_kwargs_json", text, dict)
     for name in RESERVED:
         if name in kwargs:

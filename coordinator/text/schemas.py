@@ -16,7 +16,7 @@ NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "depe
 
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield the schema and every object in it that may be a schema."""
+    """Yield the schema and every object in it that may be a schema; values under keywords of DATA are left out."""
     left = [(schema, False)]
     while left:
         part, has_names = left.pop()
@@ -30,7 +30,7 @@ def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def with_references(schema: Any, moved: Callable[[str], str]) -> Any:
-    """Return the schema with each $ref replaced by `moved` of it; data is unchanged."""
+    """Return a copy of the schema in which each $ref is replaced by `moved` of it, except in data (see DATA)."""
     if isinstance(schema, list):
         return [with_references(each, moved) for each in schema]
     if not isinstance(schema, dict):
@@ -49,7 +49,7 @@ def _with_references(name: str, value: Any, moved: Callable[[str], str]) -> Any:
 
 
 def leads_to_data(reference: str) -> bool:
-    """Return whether a reference within a schema leads into data."""
+    """Return whether a reference within a schema leads into the value of a keyword of DATA, which is no schema."""
     has_names = False
     for step in reference.removeprefix("#").split("/")[1:]:
         if not has_names and step in DATA:
@@ -86,9 +86,9 @@ class References:
 
 
 def endless_reference(schema: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> str:
-    """Return a $ref that no finite value can satisfy; empty if there is none.
+    """Return a $ref of the schema that no finite value can satisfy; empty if there is none.
 
-    `parts` are the schemas in `schema`. Returns empty if one of them has an $id, since references within it are not
+    `parts` are the schemas in `schema`. Also empty if one of them has an $id, since references within it are not
     followed.
     """
     if any("$id" in part for part in parts if part is not schema):
@@ -152,7 +152,7 @@ OPTIONS: Final = ("allOf", "anyOf", "oneOf")
 
 
 def close_objects(schema: Mapping[str, Any], parts: Sequence[dict[str, Any]]) -> None:
-    """Close each object schema in place that names properties and does not say which others are allowed.
+    """Let object schemas that name properties, and do not say which others are allowed, allow no others. In place.
 
     `parts` are the schemas in `schema`. Where several schemas describe one object (allOf; a $ref or anyOf besides other
     keywords), all of their properties are allowed, and the object stays open if one of the schemas says so. A
@@ -216,10 +216,10 @@ MOST_COPIED_CHARS: Final = 2**17
 
 
 def put_names(part: dict[str, Any], schema: Mapping[str, Any]) -> None:
-    """Replace `propertyNames` of an object that names no properties.
+    """Replace `propertyNames`, in place, in a part of a schema that names no properties.
 
     Names from a list become properties, and names that match a pattern become a pattern property; no others are
-    allowed. Other requirements are left unchanged.
+    allowed. Other requirements are left unchanged. `schema` is the whole one, in which references are resolved.
     """
     asked = _asked(part.get("propertyNames"), schema)
     if not asked or "properties" in part or "patternProperties" in part:
@@ -262,10 +262,10 @@ ESCAPES: Final = 'nrbtf"\\'  # without \uXXXX, which could spell a property's na
 
 
 def of_schema(schema: Mapping[str, Any], whitespace: str | None) -> dict[str, Any]:
-    """Return the grammar for JSON of this schema.
+    """Return the part of an llguidance grammar for JSON of this schema.
 
-    Own options replace the schema's, which could make the library lenient. `whitespace` is a regex for the text between
-    JSON tokens, or None for no such text.
+    Options in the schema are replaced, since they could make the library lenient. `whitespace` is a regular expression
+    for the text between JSON tokens, or None for no such text.
     """
     options = {
         "whitespace_flexible": whitespace is not None,
@@ -276,9 +276,9 @@ def of_schema(schema: Mapping[str, Any], whitespace: str | None) -> dict[str, An
 
 
 def bytes_behind(schema: Mapping[str, Any], begun: str) -> frozenset[int] | None:
-    """Return the bytes that may follow this beginning of a JSON text; empty when the beginning is not allowed.
+    """Return the bytes that may follow `begun`, the beginning of a JSON text of this schema.
 
-    Returns None when the library does not support the schema.
+    Empty when the beginning is not allowed, or nothing may follow. None when the library does not support the schema.
     """
     matcher = LLMatcher(_bytes(), json.dumps({"grammars": [of_schema(schema, None)]}), log_level=0, limits=LIMITS)
     if matcher.is_error():
@@ -303,10 +303,10 @@ _UNLIKE: Final = re.compile(r"\[\^|\[[^\]]*\[|&&|--|~~|\\[a-zA-Z0]|[\x00-\x1f]|\
 
 
 def replace_spent(parts: Sequence[dict[str, Any]]) -> None:
-    """Replace patterns by properties where they match only names that the schema has anywhere, since joined schemas may
-    meet.
+    """Replace pattern properties by properties, in place, where no name but those in the schema matches the pattern.
 
-    Where patterns and properties leave no other name, additional properties are disallowed.
+    `parts` are the schemas of one document. Names of all of them count, since joined schemas may meet. Where patterns
+    and properties leave no other name, additional properties are disallowed.
     """
     patterned = [part for part in parts if _mapping(part, "patternProperties")]
     names = sorted({name for part in parts for name in _names(part)}) if patterned else []

@@ -33,10 +33,10 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str, *, may_stop: bool = True) -> str:
-        """Add the next piece of text and return the text that no stop string can include any more.
+        """Add the next text, and return the text that is certain to come before any stop string.
 
         After a match, `matched` is set, the returned text ends before the stop string, and no text may follow. With
-        `may_stop` False, stop strings that end in this piece do not count.
+        `may_stop` False, stop strings that end in this text do not count.
         """
         assert self.matched is None, "text was fed after a match"
         self._ahead = None
@@ -53,7 +53,10 @@ class StopMatcher:
         return pending[:certain]
 
     def foresee(self, text: str, *, may_stop: bool) -> bool:
-        """Return whether a stop string ends in a tentative next piece of text. `feed` discards tentative pieces."""
+        """Add a text that may still change, and return whether a stop string ends in it.
+
+        The next `feed` forgets such texts. With `may_stop` False, always returns False.
+        """
         for char in text:
             self._ahead = self._step(self._ahead or self._node, char)
             if may_stop and self._ahead.match is not None:
@@ -61,7 +64,7 @@ class StopMatcher:
         return False
 
     def flush(self) -> str:
-        """Return the held-back text, when the text has ended."""
+        """Return the text held back, when the text has ended."""
         held, self._held = self._held, ""
         return held
 

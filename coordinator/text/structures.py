@@ -48,8 +48,7 @@ class Structures:
         self._begun: dict[tuple[str, Asked], _Compilation] = {}  # by asker
 
     def begin(self) -> None:
-        """Start the process, which reads the tokenizer, in the background, so that the first constraint does not wait
-        for it."""
+        """Start the helper process, which reads the tokenizer, in the background, so that no request waits for it."""
         self._program.begin()
 
     async def grammar(
@@ -59,10 +58,11 @@ class Structures:
         prompt_end: str = "",
         asker: str = "",
     ) -> str:
-        """Return the grammar of the outputs of a prompt with this end; empty without a constraint.
+        """Return the grammar of a request's outputs, as serving_core/grammars.py takes it; empty without a constraint.
 
-        The format is that of serving_core/grammars.py. Waits for other grammars of this asker, and for at most one of
-        each other asker. Raises RequestError when the constraint cannot be enforced.
+        `leeway` says what else an output may have, and `prompt_end` is the end of the prompt's text. Waits for other
+        grammars of this asker, and for at most one of each other asker. Raises RequestError when the constraint cannot
+        be enforced.
         """
         kind = constraint_of(params)
         if kind is None:
@@ -106,7 +106,7 @@ class Structures:
 
 
 def constraint_of(params: inference_pb2.SamplingParams) -> str | None:
-    """Return the field name of the request's constraint, or None."""
+    """Return the name of the field that constrains the request's output, or None without a constraint."""
     kind = params.WhichOneof("constraint")
     return None if kind is None or (kind == "json_object" and not params.json_object) else str(kind)
 

@@ -47,15 +47,18 @@ class TokenLimit:
 
 
 class Tokenizer:
-    """Tokenizer of one model folder, with its chat template if it has one.
+    """Tokenize with one model folder's tokenizer, and its chat template if it has one.
 
-    Long texts are encoded by a few threads, first come, first served; a cancelled caller leaves the queue.
+    Long texts are encoded by a few threads, first come, first served; a canceled caller leaves the queue.
     """
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None, info_json: str = "{}"
     ) -> None:
-        """Create the tokenizer. `info_json` is the response of /tokenizer_info."""
+        """Create the tokenizer. Without `chat_template`, chats are refused.
+
+        `info_json` is the response of /tokenizer_info.
+        """
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self.info_json = info_json
@@ -80,7 +83,7 @@ class Tokenizer:
             self._chat_template.begin()
 
     async def check(self) -> None:
-        """Log an error if the chat template loses the user's text."""
+        """Log an error if the chat template loses the user's text. Does nothing without a chat template."""
         if self._chat_template is not None:
             await self._chat_template.check()
 
@@ -90,10 +93,10 @@ class Tokenizer:
         return len(_added_tokens(self._tokenizer)[1])
 
     async def encode(self, text: str, limit: TokenLimit, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, with the special tokens that the tokenizer adds unless disabled.
+        """Return the token ids of a text, with the special tokens that the tokenizer adds, unless told otherwise.
 
-        Raises the limit's error as soon as the text certainly exceeds it. The caller must check the length of the
-        result.
+        Raises the limit's error as soon as the text certainly exceeds it. The result may exceed the limit nevertheless:
+        the caller must check its length.
         """
         if (fewest := len(text) // self._longest_token_chars) > limit.most:
             raise limit.refusal(fewest)
@@ -104,7 +107,7 @@ class Tokenizer:
     async def encode_chat(
         self, messages: Messages, limit: TokenLimit, options: RenderOptions = USUAL, asker: str = ""
     ) -> list[int]:
-        """Return the token ids of a conversation, which waits for others of this asker.
+        """Return the token ids of a conversation. Conversations of the same `asker` wait for each other.
 
         Raises RequestError when the model has no chat template or the template refuses the input, and as `encode` does.
         """
@@ -118,7 +121,7 @@ class Tokenizer:
         return await self._in_turn_if_long(len(token_ids), self._decode, token_ids)
 
     async def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the tokens as the vocabulary spells them; empty for an unknown id."""
+        """Return the tokens as the vocabulary spells them; an empty string for an unknown id."""
         return await self._in_turn_if_long(len(token_ids), self._tokens, token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -126,22 +129,22 @@ class Tokenizer:
         return self._detokenizers.token_bytes(token_id)
 
     def end_of(self, prompt: Sequence[int]) -> str:
-        """Return the end of the prompt's text, long enough to tell whether it begins the output's thoughts."""
+        """Return the text of the prompt's last END_TOKENS tokens, in which tags of thoughts are looked for."""
         return b"".join(map(self.token_bytes, prompt[-END_TOKENS:])).decode(errors="replace")
 
     def keep(self, texts: Collection[str]) -> None:
-        """Keep special tokens with these texts in the text of later outputs. Other special tokens are left out."""
+        """Leave special tokens with these texts in the text of later outputs, even when special tokens are skipped."""
         self._detokenizers.keep(texts)
 
     def show_tools(self, form: str) -> None:
-        """List tools in a message of all later conversations, with calls in format `form` of rendering.FORMS.
+        """List tools in a message of all later conversations, for a chat template that does not show them itself.
 
-        For a chat template that does not show tools itself.
+        `form`, a key of rendering.FORMS, is the format of calls that the message states.
         """
         self._tool_form = form
 
     def detokenizer(self, *, skip_special_tokens: bool, after: Sequence[int] = ()) -> Detokenizer:
-        """Return a new detokenizer for one output, which continues the text of the tokens `after`."""
+        """Return a new detokenizer for one output, whose text follows that of the tokens `after`."""
         return self._detokenizers(skip_special_tokens=skip_special_tokens, after=after)
 
     async def _check_pieces(self, text: str, limit: TokenLimit) -> None:
@@ -185,10 +188,11 @@ def _added_tokens(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]
 def read_tokenizer(
     folder: Path, *, chat_template: str = "", template_kwargs_json: str = "", embeds: bool = False
 ) -> Tokenizer:
-    """Read tokenizer.json and the chat template of a folder, or the template file `chat_template`.
+    """Read tokenizer.json and the chat template of a folder, and return the tokenizer.
 
-    With `embeds`, texts end as the model's embeddings require (add_eos_token). Raises ModelError when a file is missing
-    or invalid.
+    `chat_template` is the path of a template to use instead, and `template_kwargs_json` a JSON object of template
+    variables. With `embeds`, texts end as the model's embeddings require (add_eos_token). Raises ModelError when a file
+    is missing or invalid.
     """
     files = read_tokenizer_files(folder)
     tokenizer, config, special_tokens = files.tokenizer, files.config, files.special_tokens
@@ -234,10 +238,11 @@ def _info_json(config: JsonFields, others: dict[str, Any]) -> str:
 
 
 def template_sources(folder: Path, config: JsonFields) -> dict[str, str]:
-    """Return the chat templates of a model folder by name.
+    """Return the source of each chat template of a model folder, by name.
 
-    DEFAULT is for all conversations, TOOL_USE for those with tools. As in transformers, separate files take precedence
-    over tokenizer_config.json; chat_template.json is used when there is neither. Raises ModelError.
+    DEFAULT is for all conversations, TOOL_USE for those with tools. `config` is tokenizer_config.json. As in
+    transformers, separate files take precedence over it; chat_template.json is used when there is neither. Raises
+    ModelError for a file that cannot be read.
     """
     files = [(name, folder / sub / f"{name}.jinja") for sub in TEMPLATE_FOLDERS for name in (DEFAULT, TOOL_USE)]
     files.append((DEFAULT, folder / TEMPLATE_FILE))

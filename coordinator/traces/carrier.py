@@ -15,8 +15,10 @@ CARRIER: Final = ContextVar("carrier", default=NOTHING)  # headers of the curren
 
 
 def carrier_of(headers: Iterable[tuple[str, str]]) -> Carrier:
-    """Return the trace headers among these headers, whose names are in lower case; NOTHING without exactly one
-    traceparent."""
+    """Return the trace headers among `headers`, names in lower case.
+
+    NOTHING unless there is exactly one traceparent.
+    """
     found: dict[str, list[str]] = {}
     for name, value in headers:
         if name in (TRACEPARENT, TRACESTATE):

@@ -48,7 +48,7 @@ class Trace:
     epoch_ns: int  # system clock at 0 of the monotonic clock, when the call came
 
     def ns(self, now: float) -> int:
-        """Return a time of the monotonic clock as nanoseconds of the system clock."""
+        """Convert a time of the monotonic clock, in seconds, to nanoseconds of the system clock."""
         return self.epoch_ns + round(now * 1e9)
 
 
@@ -60,6 +60,7 @@ class Traces:
     """
 
     def __init__(self, endpoint: str) -> None:
+        """Create the exporter to `endpoint`, with TLS if it begins with https:."""
         for name in QUIET:
             logging.getLogger(name).setLevel(logging.ERROR)
         insecure = not endpoint.startswith("https:")
@@ -74,17 +75,16 @@ class Traces:
 
     @property
     def num_unsent(self) -> int:
-        """Return the number of spans that wait or are being sent."""
+        """Return the number of spans that wait to be sent or are being sent."""
         return self._num_handed_over - self._exporter.num_done
 
     @property
     def num_lost(self) -> int:
-        """Return the number of spans dropped."""
+        """Return the number of spans dropped or not taken by the endpoint, since the start."""
         return self._num_dropped + self._exporter.num_lost
 
     def begin(self, call: CallRecord, carrier: Carrier) -> Trace | None:
-        """Begin the trace of a call with these headers, and set the call's trace id. Return None where it is not
-        sampled."""
+        """Begin the trace of a call whose headers are `carrier`, and set `call.trace_id`. None if it is not sampled."""
         context = self._propagator.extract(carrier)
         epoch_ns = time.time_ns() - time.monotonic_ns()
         start_ns = epoch_ns + round(call.arrived_s * 1e9)
@@ -95,7 +95,10 @@ class Traces:
         return Trace(call, root, epoch_ns)
 
     def end(self, trace: Trace, now: float) -> None:
-        """End the trace of a call whose sequences have all ended."""
+        """Create the spans of a call whose sequences have all ended, and queue them for the endpoint.
+
+        If more than MAX_UNSENT_SPANS would wait, the spans of this call are dropped, counted and logged.
+        """
         record = call_span(trace.call, now)
         num_spans = sum(1 for _ in record.everyone())
         if self.num_unsent + num_spans > MAX_UNSENT_SPANS:
@@ -120,7 +123,7 @@ class Traces:
         span.end(trace.ns(record.end_s))
 
     async def stop(self) -> None:
-        """Send the remaining spans, as far as the endpoint takes them within FLUSH_S."""
+        """Send the remaining spans as far as the endpoint takes them within FLUSH_S; log how many are lost."""
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def flush() -> None:

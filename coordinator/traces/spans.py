@@ -42,14 +42,14 @@ class SpanRecord:
     children: tuple["SpanRecord", ...] = ()
 
     def everyone(self) -> Iterator["SpanRecord"]:
-        """Yield the span and all spans below it."""
+        """Yield the span and all spans below it, each parent before its children."""
         yield self
         for child in self.children:
             yield from child.everyone()
 
 
 def call_span(call: CallRecord, ended_s: float) -> SpanRecord:
-    """Return the span tree of a call that has ended."""
+    """Return the span of a call that has ended, with the spans of its sequences below it."""
     begun_s = ended_s if call.begun_s is None else call.begun_s
     children = [SpanRecord("accept", call.arrived_s, begun_s, {})]
     for answer in sorted(call.answers, key=lambda each: each.index):
@@ -59,7 +59,7 @@ def call_span(call: CallRecord, ended_s: float) -> SpanRecord:
 
 
 def call_name(call: CallRecord) -> str:
-    """Return the name of a call's span."""
+    """Return the name of a call's span: the operation and the model's name, shortened to MAX_NAME_CHARS."""
     return f"{call.operation} {call.model[:MAX_NAME_CHARS]}"
 
 

@@ -67,8 +67,9 @@ class PrefixFetchEstimates:
     samples: Mapping[Pair, Sequence[Sample]] = field(default_factory=dict)
 
     def seconds(self, pair: Pair, num_tokens: int) -> float:
-        """Return the seconds of a fetch of `num_tokens` tokens.
+        """Return the estimated seconds of a fetch of `num_tokens` tokens between a pair of nodes.
 
+        This is the median of recent fetches, UNMEASURED_S with fewer than MIN_PREFIX_FETCHES, and 0 with FETCH_ALWAYS.
         A longer fetch than a measured one counts in proportion and a shorter one as long as that: the estimate is never
         below a measurement.
         """
@@ -86,7 +87,7 @@ class PrefixFetchEstimates:
         return self.fetches == FETCH_ALWAYS or self.seconds(pair, num_tokens) < computed_s
 
     def patience_s(self, computed_s: float) -> float:
-        """Return how long, in seconds, to wait for a fetch."""
+        """Return the seconds to wait for a fetch of tokens that would take `computed_s` seconds to compute."""
         return PATIENCE_S if self.fetches == FETCH_ALWAYS else max(MIN_PATIENCE_S, computed_s)
 
 
@@ -97,12 +98,15 @@ class PrefixFetchEstimator:
     connections are made, would stop all fetches, and no later one could show that they have become faster."""
 
     def __init__(self, fetches: str = FETCH_NEVER) -> None:
-        """Start without samples. `fetches`: one of PREFIX_FETCHES."""
+        """Create an estimator without samples. `fetches`, one of PREFIX_FETCHES, says when to use fetches at all."""
         self._fetches = fetches
         self._samples: dict[Pair, deque[Sample]] = {}
 
     def ended(self, pair: Pair, num_tokens: int, seconds: float, now: float) -> None:
-        """Record a fetch of `num_tokens` tokens, which have come in this time or should have."""
+        """Record a fetch of `num_tokens` tokens in `seconds`: of those that came, or else of those that should have.
+
+        A fetch of 0 tokens is ignored.
+        """
         if num_tokens > 0:
             self._drop_old(now)
             samples = self._samples.setdefault(pair, deque(maxlen=MAX_PREFIX_FETCHES))
@@ -147,16 +151,22 @@ class TransferEstimator:
     """
 
     def __init__(self, fetches: str = FETCH_NEVER) -> None:
-        """Start without samples. `fetches`: one of PREFIX_FETCHES, when to use remote prefix fetches."""
+        """Create an estimator without samples.
+
+        `fetches`, one of PREFIX_FETCHES, says when to use remote prefix fetches.
+        """
         self._credits, self._transfers = _Samples(), _Samples()
         self.prefix_fetches = PrefixFetchEstimator(fetches)
 
     def reserved(self, attempt: Attempt, now: float) -> None:
-        """Record that the decode node has reserved blocks for the attempt now."""
+        """Record that the decode node has reserved blocks for the attempt at `now`, and so the wait for credit."""
         self._credits.add(now - attempt.started_s, now)
 
     def decoding(self, attempt: Attempt, step_start_s: float, now: float) -> None:
-        """Record that the first decode step of the attempt began at `step_start_s`."""
+        """Record that the first decode step of the attempt began at `step_start_s`, and so the time of its KV transfer.
+
+        Ignored for an attempt on one node.
+        """
         if attempt.is_local or attempt.reserved_s is None or attempt.first_token_s is None:
             return
         self._transfers.add(step_start_s - max(attempt.reserved_s, attempt.first_token_s), now)
@@ -259,20 +269,26 @@ class Costs:
         return max(there_s, decode.backlog_s) + prefill.others_s
 
     def prefill(self, node: Node) -> _PrefillCost:
-        """Return the cost of the prefill on a node. A half-computed queued prompt counts as a whole one."""
+        """Return the predicted cost of prefilling the prompt on a node, other requests included.
+
+        A half-computed queued prompt counts as a whole one.
+        """
         if node not in self._prefill_costs:
             self._prefill_costs[node] = self._prefill_cost(node)
         return self._prefill_costs[node]
 
     def queue_s(self, node: Node) -> float:
-        """Return the seconds that the node needs for the prompt tokens it has yet to compute.
+        """Return the seconds that the node needs for the prompt tokens that it has been given and not computed.
 
-        Its rate is the measured one, or else the median of the others'. 0 while no node's rate is known.
+        The rate is the one that the node reports, else the median of the others'. 0 while no node's rate is known.
         """
         return self._ledger.of(node).tokens_to_compute / self._rate[node] if self.are_known else 0.0
 
     def num_fetched(self, node: Node) -> int:
-        """Return the tokens of the prompt that the node would fetch from another one; 0 for an unknown node."""
+        """Return how many tokens of the prompt the node would fetch from another node's prefix cache.
+
+        0 for a node that does not prefill, or is unknown.
+        """
         prefix_fetch = self.prefill(node).prefix_fetch if node in self._rate and node.prefills else None
         return 0 if prefix_fetch is None else prefix_fetch.num_fetched
 

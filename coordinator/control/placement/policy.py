@@ -85,9 +85,9 @@ class Policy(Protocol):
 def within_pools(
     prefill_nodes: Sequence[Node], decode_nodes: Sequence[Node], wanted: Wanted
 ) -> tuple[Sequence[Node], Sequence[Node]]:
-    """Return the prefill nodes and the decode nodes whose own pools hold the request.
+    """Return the prefill nodes whose own KV cache holds the prompt, and the decode nodes whose own holds the request.
 
-    A KV transfer goes from pool to pool, without KV holders.
+    A KV transfer goes from cache to cache, without KV holders.
     """
     some_prefill_nodes = [node for node in prefill_nodes if len(wanted.prompt) <= node.pool_tokens]
     return some_prefill_nodes, [node for node in decode_nodes if wanted.num_tokens <= node.pool_tokens]
@@ -107,9 +107,10 @@ class CheapestPlacement:
     """Compare single nodes and pairs of nodes."""
 
     def __init__(self, *, counts_late: bool = True, may_be_alone: bool = True, may_be_two: bool = True) -> None:
-        """Create a policy. `counts_late`: predict violations. `may_be_alone` and `may_be_two` allow one node, or two.
+        """Create a policy. With `counts_late`, predicted SLO violations decide before costs in seconds.
 
-        A form of placement that is not allowed is still used where no other is possible.
+        `may_be_alone` and `may_be_two` allow one node, or two, for a request. A form of placement that is not allowed
+        is still used where no other is possible.
         """
         self._counts_late = counts_late
         self._may_be_alone, self._may_be_two = may_be_alone, may_be_two
@@ -308,7 +309,10 @@ class ByScore:
     """Choose the prefill node with the least score, and beside it the decode node with the least score."""
 
     def __init__(self, prefill: Score, decode: Score, *, keeps: bool) -> None:
-        """Create a policy from two scores. `keeps`: a prefill node that can decode the sequence keeps it."""
+        """Create a policy that takes the nodes with the least score, one score for each role.
+
+        With `keeps`, a prefill node that can decode the sequence also decodes it.
+        """
         self._prefill, self._decode, self._keeps = prefill, decode, keeps
 
     def place(
@@ -368,7 +372,10 @@ ARROW: Final = ByScore(_answers_then_prompts, _prompts_then_answers, keeps=False
 
 
 def best_prefill_node(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, transfers: TransferEstimates) -> Placed:
-    """Return the prefill node that costs the fewest seconds, other requests included. Raise RequestError for none."""
+    """Return the placement of an embedding request: the prefill node that costs the fewest seconds.
+
+    The delay of other requests counts. Raises RequestError if no ready node can hold the prompt.
+    """
     prefill_nodes = candidates(nodes, PREFILL, len(wanted.prompt))
     costs = Costs(nodes, ledger, wanted.prompt, transfers)
 
@@ -383,10 +390,10 @@ def best_prefill_node(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, tra
 def best_decode_node(
     nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, transfers: TransferEstimates
 ) -> Placed | None:
-    """Return the decode node with most room for a request that it must prefill itself.
+    """Return the decode node with most room, for a request that its decode node must prefill too.
 
     This is a restarted output that no prefill node can hold, or a request that is longer than the pools of nodes
-    between which its KV could travel. Return None for any other request, and where no decode node can hold it.
+    between which its KV could travel. Returns None for any other request, and where no decode node can hold it.
     """
     if not wanted.num_output and not any(node.has_kv_holders for node in nodes):
         return None

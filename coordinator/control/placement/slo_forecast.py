@@ -73,20 +73,21 @@ class PrefillPace:
     most_lost_s: float = math.inf
 
     def work_s(self, seconds: float) -> float:
-        """Return the seconds of work that are done after `seconds` seconds."""
+        """Return how many seconds of prefill work are done after `seconds` seconds."""
         beyond_s = max(0.0, seconds - self.bank_s)
         return seconds - min(beyond_s * (1 - self.share), self.most_lost_s)
 
     def seconds(self, work_s: float) -> float:
-        """Return the seconds that `work_s` seconds of work take."""
+        """Return how many seconds pass until `work_s` seconds of prefill work are done."""
         beyond_s = max(0.0, work_s - self.bank_s)
         return work_s + min(beyond_s * (1 / self.share - 1), self.most_lost_s)
 
 
 def step_s(node: Node, ledger: Ledger, num_more: int = 0, num_more_cached: int = 0) -> float:
-    """Return the seconds of a decode step of the node with `num_more` more sequences; 0 without sequences.
+    """Return the seconds of a decode step of the node with `num_more` sequences more than it has.
 
-    The additional sequences have `num_more_cached` tokens. Sequences that the node still has to prefill are left out.
+    Those have `num_more_cached` tokens together. 0 without any sequence. Sequences that the node still has to prefill
+    are left out.
     """
     account = ledger.of(node)
     num_sequences = account.num_sequences - account.num_unprefilled + num_more
@@ -96,7 +97,10 @@ def step_s(node: Node, ledger: Ledger, num_more: int = 0, num_more_cached: int =
 
 
 def spared_node(nodes: Collection[Node], ledger: Ledger, now: float) -> Node | None:
-    """Return the prefill node on which the sequences with an SLO end first; None where several are equal."""
+    """Return the ready prefill node whose sequences with an SLO end first, to be kept free for prompts to come.
+
+    None where several are equal, or none is ready.
+    """
     most_left = ledger.most_left(now)
     by_left = [(most_left.get(node, 0), node) for node in nodes if node.prefills and node.is_ready]
     least = min((num_left for num_left, _ in by_left), default=0)
@@ -105,23 +109,25 @@ def spared_node(nodes: Collection[Node], ledger: Ledger, now: float) -> Node | N
 
 
 class SloForecast:
-    """Predict violations for one request on any node."""
+    """Predict how many SLOs one request would violate on any node."""
 
     def __init__(
         self, ledger: Ledger, wanted: Wanted, now: float, num_fetched: Callable[[Node], int] = lambda node: 0
     ) -> None:
-        """Create a prediction at `now`. `num_fetched` returns how many tokens of the prompt a node would fetch from
-        another one."""
+        """Create the forecast for the request `wanted` at `now`.
+
+        `num_fetched` returns how many tokens of the prompt a node would fetch from another node's prefix cache.
+        """
         self._ledger, self._wanted, self._now, self._num_fetched = ledger, wanted, now, num_fetched
         self._nodes: dict[Node, NodeForecast] = {}
 
     @property
     def has_slos(self) -> bool:
-        """Return whether any request has an SLO."""
+        """Return whether the request or any request on nodes has an SLO."""
         return self._wanted.due is not None or self._ledger.has_limits
 
     def on(self, node: Node) -> "NodeForecast":
-        """Return the prediction for the request on this node."""
+        """Return the forecast for the request on this node, computed once."""
         if node not in self._nodes:
             coming = self._ledger.prefill_hashes(node)
             num_tokens = self._wanted.prompt.tokens_to_compute(node, coming) - self._num_fetched(node)
@@ -129,13 +135,13 @@ class SloForecast:
         return self._nodes[node]
 
     def begins_s(self, part: LimitedPart) -> float:
-        """Return the seconds until a sequence begins: until its prompt is prefilled, wherever that happens."""
+        """Return the seconds until the prompt of a sequence is prefilled, on whatever node; 0 if it is."""
         return 0.0 if part.prefill_node is None else self.on(part.prefill_node).prefilled_s[id(part.due)]
 
     def least_begins_s(self, part: LimitedPart) -> float:
-        """Return the seconds until a sequence begins (see `begins_s`), if prompts got all of the prefill node's time.
+        """Return the seconds until the prompt of a sequence is prefilled if prompts got all of its node's time.
 
-        Returns 0 if its prompt is prefilled.
+        0 if the prompt is prefilled.
         """
         return 0.0 if part.prefill_node is None else self.on(part.prefill_node).least_prefilled_s[id(part.due)]
 
@@ -159,7 +165,7 @@ def _yet_to_begin(begins_s: float, num_left: int, tpot_s: float, is_arriving: bo
 
 
 class NodeForecast:
-    """Predict the violations of one node, with and without the request."""
+    """Predict the SLO violations on one node, with and without one more request."""
 
     def __init__(
         self,
@@ -203,13 +209,13 @@ class NodeForecast:
 
     @cached_property
     def late_by_prefill(self) -> int:
-        """Return the additional violations if the node prefills the prompt."""
+        """Return how many more requests miss their SLO if the node prefills the request's prompt."""
         num_late = self._late_sequences(num_prompt_tokens=self._own_tokens)
         return num_late + self._late_prompts([*self._jobs, self._own_job]) - self._num_late
 
     @cached_property
     def least_prefill_s(self) -> float:
-        """Return the seconds until the prompt is prefilled if prompts got all of the time.
+        """Return the seconds until the request's prompt is prefilled, if prompts got all of the node's time.
 
         Prompts that are due earlier, and not late already, go first.
         """
@@ -223,16 +229,16 @@ class NodeForecast:
 
     @cached_property
     def is_prefill_timely(self) -> bool:
-        """Return whether the prompt is one of the most that the node can prefill in time.
+        """Return whether the request's prompt is one of the most prompts that the node can prefill in time.
 
-        A prompt that takes longer may have to give way to it.
+        A prompt that takes longer may have to give way to it. True without a deadline.
         """
         own = self._own_job
         return own.due_s == math.inf or not own.seconds or own in self._timely_prompts([*self._jobs, own])
 
     @cached_property
     def displaces_prompt(self) -> bool:
-        """Return whether a prompt that takes longer gives way to this one.
+        """Return whether a prompt that takes longer gives way to the request's prompt.
 
         The node then has as many prompts in time as without it, and more time for those to come.
         """
@@ -242,13 +248,13 @@ class NodeForecast:
 
     @property
     def is_own_late(self) -> bool:
-        """Return whether the first token would be late even if prompts got all of the time."""
+        """Return whether the request's first token would be late even if prompts got all of the node's time."""
         return self.least_prefill_s > self._own_job.due_s
 
     def late_by_decode(self, waits_s: float, begins_s: float = 0.0) -> int:
-        """Return the additional violations if the node decodes the sequence.
+        """Return how many more requests miss their SLO if the node decodes the sequence, and another one prefills it.
 
-        Another node prefills the prompt in `begins_s` seconds, and the sequence waits `waits_s` seconds for credit.
+        That takes `begins_s` seconds, and the sequence waits `waits_s` seconds for credit.
         """
         own = self._own_sequence(max(waits_s, begins_s), is_arriving=True)
         is_late = self._own is not None and self._own < math.inf and waits_s > begins_s
@@ -259,30 +265,36 @@ class NodeForecast:
         return num_more + max(0, self._late_prompts(self._jobs, 1) - self._num_late_prompts)
 
     def late_by_both(self, waits_s: float) -> int:
-        """Return the additional violations if the node does both: sequences wait for blocks before their prefill."""
+        """Return how many more requests miss their SLO if the node prefills and decodes the request.
+
+        The request waits `waits_s` seconds for blocks before its prefill.
+        """
         num_late = self._late_sequences(self._own_sequence(waits_s + self.own_begins_s), self._own_tokens)
         own = self._own_job._replace(due_s=self._own_job.due_s - waits_s)
         return num_late + self._late_prompts([*self._jobs, own]) - self._num_late
 
     @cached_property
     def own_begins_s(self) -> float:
-        """Return the seconds until the node has prefilled the prompt, after those that are due before it."""
+        """Return the seconds until the node has prefilled the request's prompt, after those that are due before it."""
         work_s = sum(each.seconds for each in self._jobs if each.due_s <= self._own_job.due_s)
         return self._pace(0).seconds(work_s + self._own_job.seconds)
 
     @property
     def own_prefill_s(self) -> float:
-        """Return the seconds that the prefill takes beside the node's sequences, with no other prompt."""
+        """Return the seconds to prefill the request's prompt beside the node's sequences, with no other prompt."""
         return self._pace(0).seconds(self._own_job.seconds)
 
     @property
     def is_beyond(self) -> bool:
-        """Return whether the request's SLO on TPOT is less than a step of its sequence alone takes."""
+        """Return whether the request's SLO on TPOT is shorter than a step of its sequence alone takes."""
         return self._own is not None and self._own < self._step_s(1)
 
     @cached_property
     def least_prefilled_s(self) -> dict[int, float]:
-        """Return the seconds until each prompt is prefilled if prompts got all of the time, by the id() of its Due."""
+        """Return the seconds until each prompt of the node is prefilled if prompts got all of its time, by Due.
+
+        The key is the id() of the request's Due.
+        """
         work_s, prefilled_s = 0.0, {}
         for job, part in sorted(zip(self._jobs, self._unprefilled, strict=True), key=lambda pair: pair[0].due_s):
             work_s += job.seconds
@@ -291,15 +303,18 @@ class NodeForecast:
 
     @cached_property
     def prefilled_s(self) -> dict[int, float]:
-        """Return the seconds until each prompt is prefilled, by the id() of its Due."""
+        """Return the seconds until each prompt of the node is prefilled beside its sequences, by Due.
+
+        The key is the id() of the request's Due.
+        """
         pace = self._pace(0)
         return {due: pace.seconds(work_s) for due, work_s in self.least_prefilled_s.items()}
 
     def num_lost(self) -> int:
-        """Return how many requests to come would be late because the node decodes the sequence.
+        """Return how many SLO violations of requests to come count against decoding the sequence on this node.
 
-        These are the requests that the node could prefill in the time that the sequence takes from them, and that need
-        it.
+        This is LOST_ARRIVAL_FACTOR for each request that the node could prefill in the time that the sequence takes
+        from prompts, and that needs this time.
         """
         each_s = self._weights.of_chunk(0, round(self._arrivals.num_tokens), is_first=False)
         if not each_s:
@@ -310,18 +325,18 @@ class NodeForecast:
 
     @cached_property
     def lasting_begins_s(self) -> float:
-        """Return the seconds until the prompt is prefilled if the node decoded all the sequences that are expected to
-        come."""
+        """Return the seconds until the request's prompt is prefilled beside all sequences that are expected to come."""
         each_s = self._step_s(max(1, round(self._arrivals.per_s * self._own_num_left * self._step_s(1))))
         share = 1 - each_s / self._tightest_s if self._tightest_s < math.inf else self._chunk_share(each_s)
         return max(self.own_begins_s, self._own_job.seconds / max(PROMPT_TIME_SHARE, share))
 
     def tpot_ratio(self, begins_s: float) -> float:
-        """Return the decode step that is rarely exceeded, as a multiple of the tightest limit that can be attained.
+        """Return the decode step that is rarely exceeded, as a multiple of the tightest attainable SLO on TPOT.
 
-        The step is the longest while the sequence decodes, which begins in `begins_s` seconds at the earliest. Return 0
-        without SLOs. Sequences that have not begun count from the earliest end of their prefill, and all of them until
-        they end in steps of that limit. A result of at most 1 may be that of all sequences at once, an upper bound.
+        The step is the longest while the sequence decodes, which begins in `begins_s` seconds at the earliest. Returns
+        0 without SLOs on TPOT. Sequences that have not begun count from the earliest end of their prefill, and all of
+        them until they end in steps of that limit. A result of at most 1 may be that of all sequences at once, an upper
+        bound.
         """
         limit_s = self._tightest_s
         if limit_s == math.inf:
@@ -341,7 +356,7 @@ class NodeForecast:
         return min([each for each in limits_s if each >= alone_s], default=math.inf)
 
     def num_late_beside(self, begins_s: float) -> int:
-        """Return how many sequences of the node are late in all, with this one, which begins in `begins_s` seconds."""
+        """Return how many sequences of the node miss their SLO, with this one, if it begins in `begins_s` seconds."""
         return self._late_sequences(self._own_sequence(begins_s))
 
     def _most_beside(self, begins_s: float, each_s: float) -> int:
@@ -361,14 +376,14 @@ class NodeForecast:
         return most
 
     def prefill_wait_s(self) -> float:
-        """Return the seconds after which the prompt could be prefilled in time behind all that the node has now."""
+        """Return the seconds to wait until the prompt could be prefilled in time, behind all that the node has."""
         work_s = sum(each.seconds for each in self._jobs if each.due_s < math.inf) + self._own_job.seconds
         return max(0.0, self._pace(0).seconds(work_s) - self._own_job.due_s)
 
     def decode_wait_s(self) -> float:
-        """Return the seconds until the sequence, and those deferred before it, have got running slots.
+        """Return the seconds until running slots are free for the sequence and for those deferred before it.
 
-        Slots become free as running sequences with an SLO end; where these are fewer, the last of them counts. Return 0
+        Slots become free as running sequences with an SLO end; where these are fewer, the last of them counts. 0
         without such sequences.
         """
         nums_left = sorted(each.num_left for each in self._decoded if each.num_output)
@@ -376,7 +391,7 @@ class NodeForecast:
 
     @cached_property
     def room_s(self) -> float:
-        """Return the seconds until there are a running slot and blocks for one more sequence; 0 where there are.
+        """Return the seconds until the node has a running slot and blocks for one more sequence; 0 where it has.
 
         The end of sequences without an SLO is unknown: the prediction goes as far as the last of the others.
         """

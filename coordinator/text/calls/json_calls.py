@@ -228,7 +228,10 @@ class MistralReader(JsonCallReader):
 
 
 class ListReader(JsonCallReader):
-    """Parse an output that is a JSON list of calls. The rest of a list that was cut short is dropped."""
+    """Parse an output that is a JSON list of calls, enforced by a schema.
+
+    The rest of a list that was cut short is dropped.
+    """
 
     def finish(self) -> list[Piece]:
         self._held.clear()
@@ -240,7 +243,7 @@ class ListReader(JsonCallReader):
 
 
 class NamedReader(CallReader):
-    """Parse an output that is the arguments of a call of the only tool."""
+    """Parse an output that is, enforced by a schema, the arguments of a call of the only tool."""
 
     def _read(self) -> Steps[None]:
         [name] = self._tools

@@ -33,7 +33,7 @@ class Language:
 
 
 class Literals:
-    """Write the rules of one output; `lines` are those that the rules of calls name."""
+    """Write the Lark rules of the arguments of one output's calls; `lines` are the rules that `of` refers to."""
 
     def __init__(self, language: Language) -> None:
         self._language = language
@@ -43,9 +43,10 @@ class Literals:
         self.lines = [language.rules]
 
     def of(self, text: str) -> str:
-        """Return the rule body for the arguments of a tool; any for an empty schema. Raises Unenforceable.
+        """Return the rule body for the arguments of a tool, from the JSON schema `text`; an empty schema allows any.
 
-        What `unwritable` finds in the schema is left out.
+        Adds the rules that it refers to, to `lines`. What `unwritable` finds in the schema is not enforced. Raises
+        Unenforceable if `text` is no JSON object.
         """
         self._document, self._named = parse_schema(text or "{}"), {}
         return self._members(_root_of(self._document), self._language.argument, "arguments?", 0)
@@ -133,7 +134,10 @@ def _root_of(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def unwritable(language: Language, text: str) -> str:
-    """Return why literals cannot be kept to a schema of arguments; empty if they can."""
+    """Return why literals of the language cannot be kept to a schema of arguments; empty if they can.
+
+    `text` is the JSON schema, or empty. Raises Unenforceable if it is no JSON object.
+    """
     document = parse_schema(text or "{}")
     root = _root_of(document)
     for part in schemas_in(document):

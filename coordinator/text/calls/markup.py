@@ -59,19 +59,19 @@ class Markup:
 
     @property
     def opening(self) -> str:
-        """The tag with which calls begin."""
+        """Return the tag with which calls begin: that of a section if there are sections."""
         return self.section or self.call
 
     @property
     def words(self) -> str:
-        """All text that the family writes around names and values."""
+        """Return all text that the family writes around names and values, joined by spaces."""
         tags = self.section, self.section_end, self.call, self.header, self.header_end, self.call_end, *self.key
         quote = QUOTE if self.arguments is Arguments.GEMMA else ""
         return " ".join((*tags, *self.value, *self.dropped, quote))
 
     @property
     def ends(self) -> Ends:
-        """The ends of a value."""
+        """Return the tags that end a value, each with the tags one of which must follow."""
         followers = (self.key[0], self.call_end)
         tag = self.value[1]
         return {self.padding + tag: followers, tag: followers, **dict(self.unclosed)}
@@ -180,7 +180,7 @@ MARKUPS: Final[Mapping[str, Markup]] = {
 
 
 class MarkupReader(JsonCallReader):
-    """Parse calls of one row of the table, with text before, between and after them."""
+    """Parse calls as one family writes them (a Markup), with text before, between and after them."""
 
     def __init__(self, markup: Markup, tools: Tools, *, is_held: bool = False, is_forced: bool = False) -> None:
         self._markup = markup

@@ -23,8 +23,10 @@ _META: Final = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 
 
 class Parameters:
-    """Write the rules of one output. `lines` are those that the rules of calls name, and `schemas` the JSON schemas of
-    the grammars that these name."""
+    """Write the Lark rules of the arguments of one output's calls, as parameters between tags.
+
+    `lines` are the rules that `of` refers to, and `schemas` the JSON schemas of the grammars that these rules refer to.
+    """
 
     def __init__(self, markup: Markup, tag: Tag, *, closes_objects: bool) -> None:
         self._markup = markup
@@ -35,7 +37,11 @@ class Parameters:
         self.schemas: dict[str, str] = {}
 
     def of(self, place: str, text: str, *, is_strict: bool) -> str:
-        """Return the rule body for all parameters of a tool; any for an empty schema. Raises Unenforceable."""
+        """Return the rule body for all parameters of a tool, from the JSON schema `text`; an empty schema allows any.
+
+        Adds the rules that it refers to, to `lines` and `schemas`, whose names begin with `place`. Raises Unenforceable
+        with `is_strict` if the parameters cannot keep to the schema, and for a text that is no JSON object.
+        """
         document = parse_schema(text or "{}")
         root = _resolved(document, document)
         if is_strict and (problem := unwritable(text)):
@@ -110,7 +116,8 @@ class Parameters:
 def unwritable(text: str) -> str:
     """Return why parameters between tags cannot keep to a schema of arguments; empty if they can.
 
-    Texts come without quotes, so that of their schemas only types and listed values are enforced.
+    `text` is the JSON schema, or empty. Texts come without quotes, so that of their schemas only types and listed
+    values are enforced. Raises Unenforceable if `text` is no JSON object.
     """
     document = parse_schema(text or "{}")
     root = _resolved(document, document)
@@ -170,12 +177,12 @@ def _values_of(part: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def spelled(text: str, tag: Tag) -> str:
-    """Return a text as Lark strings, with its special tokens as these."""
+    """Return a text as Lark strings, separated by spaces; `tag` gives the Lark form of a tag in it."""
     return " ".join(_pieces(text, tag))
 
 
 def text_until(name: str, close: str, tag: Tag) -> str:
-    """Return a rule for any text up to this one, which ends it."""
+    """Return a Lark rule, called `name`, for any text up to the first `close`, which ends it and belongs to it."""
     pieces = _pieces(close, tag)
     first = next((index for index, piece in enumerate(pieces) if piece.startswith("<")), None)
     if first is None:
@@ -187,7 +194,7 @@ def text_until(name: str, close: str, tag: Tag) -> str:
 
 
 def pattern(text: str) -> str:
-    """Return a regular expression of Lark for this text."""
+    """Return a regular expression of Lark that matches this text."""
     return _META.sub(r"\\\g<0>", text).replace("\n", r"\n")
 
 

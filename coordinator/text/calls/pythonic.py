@@ -61,8 +61,10 @@ class PythonicReader(CallReader):
 
 
 def parse_call(source: str) -> tuple[str, str] | None:
-    """Return the name and the arguments, as a JSON object, of a call with only literal keyword arguments; None
-    otherwise."""
+    """Return the name and the arguments, as a JSON object, of a call in Python syntax.
+
+    None if `source` is no call, or has other arguments than keywords with literal values.
+    """
     try:
         call = _parsed(source)
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
@@ -74,7 +76,7 @@ def parse_call(source: str) -> tuple[str, str] | None:
 
 
 def literal(source: str) -> str | None:
-    """Return a literal of Python as JSON; None for any other text."""
+    """Return a Python literal as JSON; None for any other text."""
     try:
         return _json(_value(_parsed(source)))
     except FAILURES:

@@ -87,7 +87,7 @@ class CallReader(ABC):
         next(self._steps)
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that the next text makes certain."""
+        """Add the next text, and return the pieces of the output that are certain now; often none."""
         for char in text:
             self._steps.send(char)
             if len(self._held) > MAX_HELD_CHARS:

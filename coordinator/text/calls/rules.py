@@ -64,9 +64,10 @@ NO_RULES: Final = Rules("", {})
 
 
 def rules(calls: str, tools: Iterable[Tool], tag: Tag, most: int, *, closes_objects: bool) -> Rules:
-    """Return the rules of a format for at most `most` calls; empty if the format can call none of the tools.
+    """Return the Lark rules for 1 to `most` calls of `tools` in the format `calls`; empty if it can call none of them.
 
-    Raises Unenforceable.
+    `tag` gives the Lark form of a tag. With `closes_objects`, parameters between tags have only names in their schema
+    unless it says otherwise. Raises Unenforceable for a schema that cannot be kept to.
     """
     tools = list(tools)
     if calls in MARKUPS and MARKUPS[calls].arguments is Arguments.PARAMETERS:
@@ -97,7 +98,7 @@ def rules(calls: str, tools: Iterable[Tool], tag: Tag, most: int, *, closes_obje
 
 
 def keeps_schemas(calls: str, names: Iterable[str], schemas: Iterable[str]) -> bool:
-    """Return whether calls of this format can be of all these tools, and kept to these schemas of arguments."""
+    """Return whether calls in the format `calls` can name all these tools and be kept to these schemas of arguments."""
     if calls in IN_JSON:
         return True
     if calls == PYTHONIC:

@@ -14,13 +14,13 @@ _NAMES: Final = {str: "string", bool: "boolean", int: "integer", float: "number"
 
 
 def types_of(root: Mapping[str, Any], key: str) -> frozenset[str]:
-    """Return the JSON types that a schema of an object allows for one property; empty if it does not say."""
+    """Return the JSON types that an object's schema `root` allows for the property `key`; empty if it does not say."""
     properties = root.get("properties")
     return types_in(root, properties.get(key) if isinstance(properties, Mapping) else None)
 
 
 def types_in(root: Mapping[str, Any], schema: Any) -> frozenset[str]:
-    """Return the JSON types that a part of a schema allows; empty if it does not say."""
+    """Return the JSON types that `schema`, a part of the schema `root`, allows; empty if it does not say."""
     return frozenset(_types(root, schema, MAX_REFERENCES))
 
 
@@ -38,13 +38,13 @@ def _types(root: Mapping[str, Any], schema: Any, most: int) -> Iterator[str]:
 
 
 def listed(schema: Mapping[str, Any], name: str) -> list[Any]:
-    """Return the list under a keyword; empty for anything else."""
+    """Return the list that a schema has under the keyword `name`; empty if it has no list there."""
     value = schema.get(name)
     return value if isinstance(value, list) else []
 
 
 def target(root: Any, reference: Any) -> Any:
-    """Return the part of the schema that a reference names; None for any other."""
+    """Return the part of the schema `root` that a reference such as #/$defs/a names; None if it names none."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     for name in reference[2:].split("/"):
@@ -53,10 +53,10 @@ def target(root: Any, reference: Any) -> Any:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Return a value as JSON.
+    """Return an argument, written as plain text, as JSON of one of these types; an empty set allows any.
 
-    Text of one of the types is that value, in JSON or in Python's words, and text of none of them is a string if
-    strings are allowed or nothing else can be read.
+    Text that reads as a value of an allowed type, in JSON or in Python's words, becomes that value. Any other text
+    becomes a string if strings are allowed, or if it reads as no value.
     """
     written, kind = _read(text.strip(BLANKS))
     is_allowed = not types or kind in types or (kind == "integer" and "number" in types)
@@ -66,7 +66,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return text as a JSON string."""
+    """Return text as a JSON string, with its quotes."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -86,7 +86,7 @@ def _refuse(text: str) -> NoReturn:
 
 
 class Value:
-    """Write one value as JSON, as its text comes.
+    """Write one argument as JSON while its text comes, by calls of `write` with pieces of JSON.
 
     Strings are written as they come. Other values wait for their end, or for more than MAX_HELD_CHARS, from which on
     they are written as they come.
@@ -101,7 +101,7 @@ class Value:
             self._begin(is_text=True)
 
     def add(self, text: str) -> None:
-        """Add the next piece of text."""
+        """Add the next piece of the value's text, and write what is certain."""
         self._held += text
         if len(self._held) > MAX_HELD_CHARS and self._is_text is None:
             self._begin(is_text=not self._types or "string" in self._types)
@@ -110,7 +110,7 @@ class Value:
             self._held = ""
 
     def end(self) -> None:
-        """Write what is left."""
+        """Write the rest of the value, whose text has ended."""
         if self._is_text is None:
             self._write(as_json(self._held, self._types))
         elif self._is_text:
