@@ -157,6 +157,11 @@ class Preprocessor:
         with self._recorded(request.request_id, operation, request.model) as record:
             yield await self._prepare(request, remaining_s, terms, record)
 
+    async def planned(self, request: inference_pb2.GenerateRequest, terms: Terms = USUAL) -> RequestPlan:
+        """Return what `prepared` would begin, without a trace. Raises RequestError."""
+        record = CallRecord(request.request_id, ASKER.get(), arrived_s=time.monotonic())
+        return (await self._prepare(request, None, terms, record)).plan
+
     @asynccontextmanager
     async def begun(self, prepared: Prepared) -> AsyncIterator[Call]:
         """Submit a prepared request and yield the call, which is released when the block is left.

@@ -64,7 +64,7 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"splitserve --version", Here()),
     (r"splitserve certs ", Here()),
     (r"splitserve plan-transfer ", Here()),
-    (r"curl http://localhost:8000/(metrics|ready|v1/chat/completions)", Here()),
+    (r"curl http://localhost:8000/(metrics|ready|v1/chat/completions|inference/v1/generate)", Here()),
     (
         r"curl http://localhost:9464/metrics",
         By(_SYSTEM + "test_dashboards.py::test_a_node_tells_of_its_own_steps_and_transfers"),

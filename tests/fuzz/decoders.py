@@ -26,10 +26,11 @@ from coordinator.api.http.request_models import (
     ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,
-    Generating,
     MessagesRequest,
     ResponsesRequest,
+    Scheduled,
     TokenizeRequest,
+    TokensRequest,
 )
 from coordinator.api.http.requests import (
     embed_requests,
@@ -39,6 +40,7 @@ from coordinator.api.http.requests import (
     parse_tokenize,
     set_limits,
 )
+from coordinator.api.http.tokens import parse_tokens
 from coordinator.api.preprocess import check_counts, read_so_far
 from coordinator.api.prompts import check_truncation, cut
 from coordinator.api.unknown_fields import check_num_fields, unknown_in_message
@@ -211,7 +213,7 @@ def _body(model: type[RequestModel], parse: Callable[[Any], Any]) -> Callable[[b
         request = model.read(json_object(data))
         asked = parse(request)
         headers = {} if data.startswith(b"{") else {"x-slo-ttft-ms": data[:8].decode("latin-1")}
-        if isinstance(request, Generating):
+        if isinstance(request, Scheduled):
             set_limits(asked.requests, request, headers)
         request.unknown_fields()
 
@@ -263,6 +265,11 @@ def embeddings_body(data: bytes) -> None:
 @refuses(RequestError)
 def tokenize_body(data: bytes) -> None:
     _body(TokenizeRequest, parse_tokenize)(data)
+
+
+@refuses(RequestError)
+def tokens_body(data: bytes) -> None:
+    _body(TokensRequest, lambda request: parse_tokens(request, "r", AnswerFormat("hermes", thinks=True)))(data)
 
 
 @refuses()

@@ -72,5 +72,9 @@ SEEDS: Final[dict[str, Callable[[], Iterator[bytes]]]] = {
     "messages_body": bodies({"model": "m", "messages": MESSAGES, "max_tokens": 5}),
     "batch_body": bodies({"model": "m", "messages": [MESSAGES, MESSAGES]}),
     "tokenize_body": bodies({"model": "m", "prompt": "hello"}, {"model": "m", "messages": MESSAGES}),
+    "tokens_body": bodies(
+        {"token_ids": [1, 2], "sampling_params": {"max_tokens": 5, "logit_bias": {"3": 1}}, "stream": True},
+        {"token_ids": [1], "sampling_params": {"structured_outputs": {"choice": ["a"]}}, "output_mode": "text"},
+    ),
     "safetensors_index": bodies({"weight_map": {"a": "one.safetensors"}}),
 }

@@ -3,6 +3,7 @@
 import json
 
 import anthropic
+import httpx2
 import openai
 import pytest
 
@@ -90,3 +91,26 @@ def test_whose_key_it_was_is_in_the_log_and_the_key_is_not(cluster, openais):
     assert askers(cluster) == {"ann"}
     written = "".join(child.output() for child in cluster.children.values())
     assert not [key for key in (KEY, OPERATORS) if key in written]
+
+
+RENDERED = [
+    {"temperature": 0.8, "seed": 5, "max_tokens": 20, "stop": ["e"]},
+    {"temperature": 0, "max_tokens": 20, "logit_bias": {"97": 3}, "ignore_eos": True},
+    {"max_tokens": 200, "seed": 3, "response_format": {"type": "json_schema", "json_schema": {"schema": CITY}}},
+]
+
+
+@pytest.mark.parametrize("fields", RENDERED)
+def test_a_rendered_chat_generates_the_same_tokens_streamed_and_whole(cluster, fields):
+    with httpx2.Client(base_url=cluster.url, headers={"x-api-key": KEY}, timeout=CALL_DEADLINE_S) as client:
+        body = {"model": "m", "messages": TURNS, **fields}
+        chat = client.post("/v1/chat/completions", json={**body, "return_token_ids": True}).json()
+        call = client.post("/v1/chat/completions/render", json=body).json()
+        assert call["token_ids"] == chat["prompt_token_ids"]
+        [choice] = client.post("/inference/v1/generate", json={**call, "output_mode": "text"}).json()["choices"]
+        assert choice["token_ids"] == chat["choices"][0]["token_ids"]
+        assert choice["text"] == chat["choices"][0]["message"]["content"]
+        assert choice["finish_reason"] == chat["choices"][0]["finish_reason"]
+        reply = client.post("/inference/v1/generate", json={**call, "request_id": "again", "stream": True})
+        events = [json.loads(line.removeprefix("data: ")) for line in reply.text.split("\n\n")[:-2]]
+        assert [token for event in events for token in event["choices"][0]["token_ids"]] == choice["token_ids"]

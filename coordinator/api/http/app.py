@@ -48,7 +48,9 @@ from coordinator.api.http.request_models import (
     Generating,
     MessagesRequest,
     ResponsesRequest,
+    Scheduled,
     TokenizeRequest,
+    TokensRequest,
 )
 from coordinator.api.http.requests import (
     CHAT_NAMES,
@@ -62,6 +64,7 @@ from coordinator.api.http.requests import (
     set_limits,
 )
 from coordinator.api.http.responses import ChatFormatter, ChoiceFormatter, CompletionFormatter
+from coordinator.api.http.tokens import TOKENS_PATH, TokensFormatter, check_renders, parse_tokens, tokens_call
 from coordinator.api.preprocess import Preprocessor
 from coordinator.api.prompts import tokenize, within
 from coordinator.api.validation import bad, check_chat, check_count, check_token_ids
@@ -70,12 +73,14 @@ from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.tokenizer import TokenLimit
 from protos.inference_pb2 import ChatInput, EmbedRequest, GenerateRequest
 from serving_core.errors import RequestError
+from serving_core.json_fields import json_line
 from serving_core.process.telemetry import CURRENT_REQUEST
 from serving_core.reasons import MODEL_NOT_FOUND
 from serving_core.version import VERSION
 
 B = TypeVar("B", bound=RequestModel)
-Q = TypeVar("Q", bound=Generating)
+G = TypeVar("G", bound=Generating)
+Q = TypeVar("Q", bound=Scheduled)
 R = TypeVar("R")
 
 OPENAI: Final = ApiAdapter()
@@ -107,6 +112,11 @@ class Endpoints:
             Route(f"{ANTHROPIC_PATH}/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/v1/chat/completions/batch", self.chat_batch, methods=["POST"]),
+            Route(TOKENS_PATH, self.generate_tokens, methods=["POST"]),
+            Route("/v1/completions/render", self.render_completions, methods=["POST"]),
+            Route("/v1/chat/completions/render", self.render_chat, methods=["POST"]),
+            Route("/v1/responses/render", self.render_response, methods=["POST"]),
+            Route(f"{ANTHROPIC_PATH}/render", self.render_message, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/tokenizer_info", self.tokenizer_info),
@@ -154,6 +164,29 @@ class Endpoints:
     async def chat_batch(self, request: Request) -> ASGIApp:
         """Generate one chat completion for each of several conversations."""
         return await self._begin(request, BatchRequest.read, partial(parse_batch, answer_format=self._answer_format))
+
+    async def generate_tokens(self, request: Request) -> ASGIApp:
+        """Generate from token ids, streamed or whole, as vLLM does: the output is token ids, and text if asked for."""
+        return await self._begin(request, TokensRequest.read, partial(parse_tokens, answer_format=self._answer_format))
+
+    async def render_completions(self, request: Request) -> Response:
+        """Return the calls of /inference/v1/generate that generate what a completion does, one for each prompt."""
+        rendered = await self._rendered(request, CompletionRequest.read, parse_completion)
+        return Response(f"[{','.join(rendered)}]", media_type="application/json")
+
+    async def render_chat(self, request: Request) -> Response:
+        """Return the call of /inference/v1/generate that generates what a chat completion does."""
+        parse = partial(parse_chat, answer_format=self._answer_format)
+        [rendered] = await self._rendered(request, ChatRequest.read, parse)
+        return Response(rendered, media_type="application/json")
+
+    async def render_response(self, request: Request) -> Response:
+        """Return the call of /inference/v1/generate that generates what a call of /v1/responses does."""
+        return await self._rendered_translation(request, ResponsesRequest.read, ResponsesCall())
+
+    async def render_message(self, request: Request) -> Response:
+        """Return the call of /inference/v1/generate that generates what a call of /v1/messages does."""
+        return await self._rendered_translation(request, MessagesRequest.read, MessagesCall())
 
     async def invocations(self, request: Request) -> ASGIApp:
         """Serve Amazon SageMaker's single path by the endpoint that the body's fields belong to."""
@@ -254,8 +287,38 @@ class Endpoints:
         """Return the metrics for Prometheus."""
         return Response(await self._metrics(), headers={"content-type": CONTENT_TYPE})
 
-    async def _translated(self, request: Request, read: Callable[[dict[str, Any]], Q], call: Translation[Q]) -> ASGIApp:
+    async def _translated(self, request: Request, read: Callable[[dict[str, Any]], G], call: Translation[G]) -> ASGIApp:
         return await self._begin(request, read, partial(call.parse, answer_format=self._answer_format), call)
+
+    async def _rendered_translation(
+        self, request: Request, read: Callable[[dict[str, Any]], G], call: Translation[G]
+    ) -> Response:
+        [rendered] = await self._rendered(request, read, partial(call.parse, answer_format=self._answer_format), call)
+        return Response(rendered, media_type="application/json")
+
+    async def _rendered(
+        self,
+        request: Request,
+        read: Callable[[dict[str, Any]], Q],
+        parse: Callable[[Q, str], ParsedRequest],
+        api_adapter: ApiAdapter = OPENAI,
+    ) -> list[str]:
+        """Return the calls of TOKENS_PATH as JSON, one for each prompt. Raises RequestError."""
+        _, parsed = await self._parsed(request, read, parse)
+
+        async def render(each: GenerateRequest) -> str:
+            plan = await self._preprocessor.planned(each, parsed.terms)
+            text = await self._preprocessor.model.tokenizer.decode(plan.prompt)
+            return await asyncio.to_thread(json_line, tokens_call(each, plan, parsed, text))
+
+        async def render_all() -> list[str]:
+            return [await render(each) for each in parsed.requests]
+
+        try:
+            check_renders(parsed)
+            return await self._while_there(request, render_all())
+        except RequestError as error:
+            raise api_adapter.named(renamed(error, parsed.names)) from error
 
     async def _begin(
         self,
@@ -264,6 +327,13 @@ class Endpoints:
         parse: Callable[[Q, str], ParsedRequest],
         api_adapter: ApiAdapter = OPENAI,
     ) -> ASGIApp:
+        request_id, parsed = await self._parsed(request, read, parse)
+        return GenerationApp(self._preprocessor, self._formatter(parsed), request_id, api_adapter)
+
+    async def _parsed(
+        self, request: Request, read: Callable[[dict[str, Any]], Q], parse: Callable[[Q, str], ParsedRequest]
+    ) -> tuple[str, ParsedRequest]:
+        """Return the id and the requests of a call. Raises RequestError."""
         given, drawn = request.headers.get(REQUEST_ID_HEADER), request_id_for(request.scope)
 
         def convert(body: Q) -> tuple[str, ParsedRequest]:
@@ -280,7 +350,7 @@ class Endpoints:
         with self._preprocessor.noting_refusal(CallRecord(given or drawn, ASKER.get())):
             request_id, parsed = await self._read(request, read, convert)
             CURRENT_REQUEST.set(request_id)
-        return GenerationApp(self._preprocessor, self._formatter(parsed), request_id, api_adapter)
+        return request_id, parsed
 
     async def _read(self, request: Request, read: Callable[[dict[str, Any]], B], parse: Callable[[B], R]) -> R:
         """Return `parse` of the body, and set the warning for its unknown fields. Raises RequestError for an invalid
@@ -300,6 +370,8 @@ class Endpoints:
 
     def _formatter(self, parsed: ParsedRequest) -> ChoiceFormatter:
         model = self._preprocessor.model
+        if parsed.output_mode:
+            return TokensFormatter(parsed, model.tokenizer)
         if parsed.requests[0].HasField("chat"):
             return ChatFormatter(parsed, model.tokenizer, model.answer_format)
         return CompletionFormatter(parsed, model.tokenizer)

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from coordinator.api.http import sse
 from coordinator.api.http.api_adapters import ApiAdapter, Object, Translation
 from coordinator.api.http.errors import internal_error, renamed
-from coordinator.api.http.responses import ChoiceFormatter, Envelope, Output, Usage
+from coordinator.api.http.responses import ChoiceFormatter, Output, Usage
 from coordinator.api.preprocess import Call, Prepared, Preprocessor
 from protos.inference_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, Chunk, GenerateResponse
 from serving_core.errors import RequestError
@@ -45,8 +45,8 @@ class GenerationApp:
         self._api_adapter = api_adapter
         self._parsed = formatter.parsed
         self._request_id = request_id
-        self._envelope = Envelope(
-            formatter, request_id, preprocessor.model.name_in_responses(self._parsed.requests[0].model)
+        self._envelope = formatter.envelope(
+            request_id, preprocessor.model.name_in_responses(self._parsed.requests[0].model)
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

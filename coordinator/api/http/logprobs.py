@@ -64,7 +64,7 @@ def chat_logprobs(items: Sequence[TokenLogprobs], names: TokenNames, *, tells_sa
 
     def entry(item: TokenLogprobs | TopLogprob) -> dict[str, Any]:
         of_token = list(names.token_bytes(item.token_id))
-        return {"token": names.text(item.token_id), "logprob": _logprob(item), "bytes": of_token}
+        return {"token": names.text(item.token_id), "logprob": finite_logprob(item), "bytes": of_token}
 
     def listed(item: TokenLogprobs) -> list[TokenLogprobs | TopLogprob]:
         if not tells_sampled or any(top.token_id == item.token_id for top in item.top):
@@ -89,12 +89,12 @@ def completion_logprobs(
     for token, item in zip(tokens, items, strict=True):
         most_likely: dict[str, float] = {}
         for top in item.top:  # most likely first
-            most_likely.setdefault(names.unique_text(top.token_id), _logprob(top))
-        most_likely.setdefault(token, _logprob(item))
+            most_likely.setdefault(names.unique_text(top.token_id), finite_logprob(top))
+        most_likely.setdefault(token, finite_logprob(item))
         top_logprobs.append(most_likely)
     return {
         "tokens": first + tokens,
-        "token_logprobs": [*(None for _ in first), *map(_logprob, items)],
+        "token_logprobs": [*(None for _ in first), *map(finite_logprob, items)],
         "top_logprobs": top_logprobs,
         "text_offset": list(offsets),
     }
@@ -109,7 +109,7 @@ def prompt_logprobs(scores: Sequence[TokenLogprobs], token_bytes: TokenBytes) ->
 
     def entry(item: TokenLogprobs | TopLogprob, rank: int | None) -> dict[str, Any]:
         text = token_bytes(item.token_id).decode(errors="replace")
-        return {"logprob": _logprob(item), "rank": rank, "decoded_token": text}
+        return {"logprob": finite_logprob(item), "rank": rank, "decoded_token": text}
 
     listed: list[dict[str, Any] | None] = [None]
     for score in scores:
@@ -122,7 +122,8 @@ def _id_text(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def _logprob(item: TokenLogprobs | TopLogprob) -> float:
+def finite_logprob(item: TokenLogprobs | TopLogprob) -> float:
+    """Return the logprob of a token, at least LEAST_LOGPROB."""
     return max(item.logprob, LEAST_LOGPROB)
 
 

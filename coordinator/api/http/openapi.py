@@ -12,7 +12,12 @@ from coordinator.api.http.field_types import RequestModel
 from coordinator.api.http.request_models import ENDPOINTS, MessagesRequest
 from serving_core.version import VERSION
 
-_BODIES: Final[dict[str, type[RequestModel]]] = {**ENDPOINTS, "/v1/messages/count_tokens": MessagesRequest}
+_RENDERED: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_BODIES: Final[dict[str, type[RequestModel]]] = {
+    **ENDPOINTS,
+    **{f"{path}/render": ENDPOINTS[path] for path in _RENDERED},
+    "/v1/messages/count_tokens": MessagesRequest,
+}
 _PLACE: Final = "#/components/schemas/"
 LARGEST: Final = 2**31 - 1
 _RESPONSES: Final = {

@@ -87,6 +87,7 @@ _CLEARS_NOTHING: Final = {"edits": [{"type": "clear_thinking_20251015", "keep": 
 _FOR_CLIENTS: Final = Ignored("it is for the client's own use")
 _FOR_MESSAGES: Final = Ignored("only messages use it")
 _NOT_READ: Final = Ignored("the model does not read it")
+_NO_EXTENSION: Final = "there is no extension that would take it"
 _NO_BEAMS: Final = Ignored("only beam search uses it")
 _ONE_CLASS: Final = Ignored("there is one")
 _OUTPUT_IS_TEXT: Final = "outputs are text, by the model alone"
@@ -296,10 +297,9 @@ class StreamOptions(Model):
 # ---- Fields of every request that generates ----
 
 
-class Generating(RequestModel):
-    """Fields of the requests that generate, whatever their API."""
+class SamplingFields(Model):
+    """Sampling fields of every API that generates."""
 
-    model: _ModelName = None
     temperature: float | None = _ranged("temperature", "0: greedy")
     top_p: float | None = _ranged("top_p", "the smallest set of tokens with this probability")
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="the likeliest tokens; 0 and -1: all")
@@ -319,21 +319,6 @@ class Generating(RequestModel):
         None, max_length=MAX_LOGIT_BIAS, description="by token id, within [-100, 100]"
     )
     structured_outputs: StructuredOutputs | None = Field(None, description="a form that the output has to have")
-    cache_salt: _CacheSalt = None
-    ttft_ms: float | None = Field(None, description="SLO on the time to the first token")
-    tpot_ms: float | None = Field(None, description="SLO on the time per output token")
-    slo_class: str | None = Field(None, description="SLO class, of those that the operator has set")
-    priority: _Priority = None
-    request_id: _RequestId = None
-    service_tier: Annotated[str, Field(max_length=MAX_TIER_CHARS)] | None = Field(
-        None, description="SLO class of this name, if the operator has set one and slo_class is not given"
-    )
-    beam_width: Annotated[Any, Refused(_BEAMS, 1)] = None
-    num_beams: Annotated[Any, Refused(_BEAMS, 1)] = None
-    use_beam_search: Annotated[Any, Refused(_BEAMS, False)] = None
-    ec_transfer_params: Annotated[Any, Refused(_TRANSFERS, {})] = None
-    kv_transfer_params: Annotated[Any, Refused(_TRANSFERS, {})] = None
-    vllm_xargs: Annotated[Any, Refused("there is no extension that would take it", {})] = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -344,14 +329,60 @@ class Generating(RequestModel):
         return value
 
 
+class Scheduled(RequestModel):
+    """Fields of the requests that generate, whatever their API, but for sampling."""
+
+    model: _ModelName = None
+    cache_salt: _CacheSalt = None
+    ttft_ms: float | None = Field(None, description="SLO on the time to the first token")
+    tpot_ms: float | None = Field(None, description="SLO on the time per output token")
+    slo_class: str | None = Field(None, description="SLO class, of those that the operator has set")
+    priority: _Priority = None
+    request_id: _RequestId = None
+    service_tier: Annotated[str, Field(max_length=MAX_TIER_CHARS)] | None = Field(
+        None, description="SLO class of this name, if the operator has set one and slo_class is not given"
+    )
+    ec_transfer_params: Annotated[Any, Refused(_TRANSFERS, {})] = None
+    kv_transfer_params: Annotated[Any, Refused(_TRANSFERS, {})] = None
+
+
+class Generating(SamplingFields, Scheduled):
+    """Fields of the requests that generate and have sampling fields of their own."""
+
+    beam_width: Annotated[Any, Refused(_BEAMS, 1)] = None
+    num_beams: Annotated[Any, Refused(_BEAMS, 1)] = None
+    use_beam_search: Annotated[Any, Refused(_BEAMS, False)] = None
+    vllm_xargs: Annotated[Any, Refused(_NO_EXTENSION, {})] = None
+
+
+_Stop = Annotated[
+    Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)] | None,
+    Field(description=f"up to {MAX_STOP_STRINGS} texts of up to {MAX_STOP_CHARS} characters that end the output"),
+]
+_BadWords = Annotated[
+    Annotated[Texts, Field(max_length=MAX_BAD_WORDS)] | None,
+    Field(description="as the tokenizer splits them, at a beginning and behind a space, as in vLLM"),
+]
+_LogprobTokenIds = Annotated[
+    Annotated[TokenIds, Field(max_length=MAX_LOGPROB_TOKEN_IDS)] | None,
+    Field(description="needs logprobs, which are then of these tokens, not of the likeliest"),
+]
+_AllowedTokenIds = Annotated[
+    Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None,
+    Field(description="no other token is generated, not even an end token; logprobs are those of all tokens"),
+]
+_NO_WATERMARK: Final = Refused("outputs have no watermark", False)
+_NO_THINKING_BUDGET: Final = Refused("thoughts and text share max_tokens", -1)
+_NO_REPETITION_DETECTION: Final = Refused("use the penalties", {})
+_NO_ROUTING: Final = Ignored("the routing of experts is not returned")
+_NO_SPACES: Final = Ignored("there are none")
+_NO_INTERVAL: Final = Ignored("an event has the tokens that have come until then")
+
+
 class _OfOpenAI(Generating):
     """Fields of OpenAI's requests that generate."""
 
-    stop: Texts | None = Field(
-        None,
-        max_length=MAX_STOP_STRINGS,
-        description=f"up to {MAX_STOP_STRINGS} texts of up to {MAX_STOP_CHARS} characters that end the output",
-    )
+    stop: _Stop = None
     user: Annotated[Any, _ANYBODY] = None
     safety_identifier: Annotated[Any, _ANYBODY] = None
     prompt_cache_key: Annotated[Any, _CACHED] = None
@@ -369,22 +400,9 @@ class CompletionFields(_OfOpenAI):
     stream_options: Any = None
     response_format: ResponseFormat | None = Field(None, description="a form that the output has to have, as OpenAI's")
     include_timeline: bool | None = Field(None, description="the response has the times of its phases")
-    bad_words: Texts | None = Field(
-        None,
-        max_length=MAX_BAD_WORDS,
-        description="as the tokenizer splits them, at a beginning and behind a space, as in vLLM",
-    )
-    logprob_token_ids: TokenIds | None = Field(
-        None,
-        max_length=MAX_LOGPROB_TOKEN_IDS,
-        description="needs logprobs, which are then of these tokens, not of the likeliest",
-    )
-    allowed_token_ids: TokenIds | None = Field(
-        None,
-        min_length=1,
-        max_length=MAX_ALLOWED_TOKEN_IDS,
-        description="no other token is generated, not even an end token; logprobs are those of all tokens",
-    )
+    bad_words: _BadWords = None
+    logprob_token_ids: _LogprobTokenIds = None
+    allowed_token_ids: _AllowedTokenIds = None
     truncate_prompt_tokens: Int32 | None = Field(
         None, description="so many of the prompt's tokens are kept; -1: as there is room for"
     )
@@ -397,12 +415,12 @@ class CompletionFields(_OfOpenAI):
     store: Annotated[Any, Ignored("no output is stored")] = None
     length_penalty: Annotated[Any, _NO_BEAMS] = None
     early_stopping: Annotated[Any, _NO_BEAMS] = None
-    spaces_between_special_tokens: Annotated[Any, Ignored("there are none")] = None
-    stream_interval: Annotated[Any, Ignored("an event has the tokens that have come until then")] = None
+    spaces_between_special_tokens: Annotated[Any, _NO_SPACES] = None
+    stream_interval: Annotated[Any, _NO_INTERVAL] = None
     guided_decoding_backend: Annotated[Any, _ONE_CLASS] = None
     return_token_offsets: Annotated[Any, Ignored("only rendering uses it, in vLLM too")] = None
     return_mm_kwargs: Annotated[Any, Ignored("only rendering uses it, in vLLM too")] = None
-    routed_experts_prompt_start: Annotated[Any, Ignored("the routing of experts is not returned")] = None
+    routed_experts_prompt_start: Annotated[Any, _NO_ROUTING] = None
     best_of: Annotated[Any, Refused("n outputs are generated and returned", 1, same_as="n")] = None
     ebnf: Annotated[Any, Refused("it is grammar of structured_outputs", "")] = None
     grammar: Annotated[Any, Refused("it is grammar of structured_outputs", "")] = None
@@ -415,10 +433,10 @@ class CompletionFields(_OfOpenAI):
     regex: Annotated[Any, Refused("it is regex of structured_outputs", "")] = None
     logits_processors: Annotated[Any, Refused("no code of clients is run", [])] = None
     prompt_embeds: Annotated[Any, Refused("a prompt is text or tokens")] = None
-    repetition_detection: Annotated[Any, Refused("use the penalties", {})] = None
+    repetition_detection: Annotated[Any, _NO_REPETITION_DETECTION] = None
     suffix: Annotated[Any, Refused("the output follows the prompt", "")] = None
-    thinking_token_budget: Annotated[Any, Refused("thoughts and text share max_tokens", -1)] = None
-    watermarking: Annotated[Any, Refused("outputs have no watermark", False)] = None
+    thinking_token_budget: Annotated[Any, _NO_THINKING_BUDGET] = None
+    watermarking: Annotated[Any, _NO_WATERMARK] = None
 
 
 _Count = Annotated[int | None, Field(ge=1, le=MAX_ANSWERS, description="sequences of each prompt; default 1")]
@@ -909,11 +927,7 @@ class MessagesRequest(Generating):
     system: Blocks | None = Field(None, description="a system message before the messages")
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="default: what the prompt leaves room for")
-    stop_sequences: Texts | None = Field(
-        None,
-        max_length=MAX_STOP_STRINGS,
-        description=f"up to {MAX_STOP_STRINGS} texts of up to {MAX_STOP_CHARS} characters that end the output",
-    )
+    stop_sequences: _Stop = None
     stream: _Stream = None
     tools: list[AnthropicTool] | None = Field(
         None, max_length=MAX_TOOLS, description="functions that the output may call"
@@ -943,6 +957,58 @@ class MessagesRequest(Generating):
     output_format: Annotated[Any, Refused("it is format of output_config")] = None
 
 
+# ---- Token ids in and out: vLLM's /inference/v1/generate ----
+
+
+class TokensSampling(SamplingFields):
+    """Sampling fields of /inference/v1/generate."""
+
+    n: _Count = None
+    max_tokens: Int32 | None = Field(None, description="default: what the prompt leaves room for")
+    stop: _Stop = None
+    logprobs: int | None = Field(None, ge=-1, le=2**31 - 1, description=f"the likeliest tokens; {_WHOLE_VOCABULARY}")
+    prompt_logprobs: _PromptLogprobs = None
+    bad_words: _BadWords = None
+    logprob_token_ids: _LogprobTokenIds = None
+    allowed_token_ids: _AllowedTokenIds = None
+    detokenize: Annotated[Any, Ignored("output_mode says whether the response has text")] = None
+    flat_logprobs: Annotated[Any, Ignored("it is a form of memory")] = None
+    output_kind: Annotated[Any, Ignored("stream says whether the output comes in parts")] = None
+    routed_experts_prompt_start: Annotated[Any, _NO_ROUTING] = None
+    skip_clone: Annotated[Any, Ignored("it is a matter of vLLM's own memory")] = None
+    skip_reading_prefix_cache: Annotated[Any, Ignored("outputs do not depend on the prefix cache")] = None
+    spaces_between_special_tokens: Annotated[Any, _NO_SPACES] = None
+    stream_interval: Annotated[Any, _NO_INTERVAL] = None
+    extra_args: Annotated[Any, Refused(_NO_EXTENSION, {})] = None
+    prompt_logprob_start: Annotated[Any, Refused("logprobs are of the whole prompt", 0)] = None
+    prompt_logprob_token_ids: Annotated[Any, Refused("send prompt_logprobs", [])] = None
+    repetition_detection: Annotated[Any, _NO_REPETITION_DETECTION] = None
+    thinking_token_budget: Annotated[Any, _NO_THINKING_BUDGET] = None
+    trace_decode_token_ids: Annotated[Any, Refused("outputs are sampled or greedy", [])] = None
+    watermarking: Annotated[Any, _NO_WATERMARK] = None
+
+
+class TokensRequest(Scheduled):
+    """A call of /inference/v1/generate."""
+
+    token_ids: Annotated[TokenIds, Field(min_length=1, description="the prompt")]
+    sampling_params: TokensSampling
+    output_mode: Literal["tokens", "text"] | None = Field(
+        None, description="text: the response has the text too, and logprobs as in a chat completion; default tokens"
+    )
+    return_token_ids: bool | None = Field(None, description="the response has the prompt's token ids; default false")
+    reasoning_ended: bool | None = Field(
+        None, description="true: structured_outputs holds from the first token, without thoughts before it"
+    )
+    stream: _Stream = None
+    stream_options: _NewestUsage = None
+    prompt_text: Annotated[Any, Ignored("token_ids are the prompt")] = None
+    reasoning_parser_kwargs: Annotated[Any, Ignored("token_ids show whether the output begins with thoughts")] = None
+    token_offsets: Annotated[Any, Ignored("token_ids are the prompt")] = None
+    content_parts: Annotated[Any, Refused("the prompt is token ids", [])] = None
+    features: Annotated[Any, Refused("the prompt is token ids", {})] = None
+
+
 ENDPOINTS: Final[dict[str, type[RequestModel]]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
@@ -952,4 +1018,5 @@ ENDPOINTS: Final[dict[str, type[RequestModel]]] = {
     "/v1/embeddings": EmbeddingsRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/inference/v1/generate": TokensRequest,
 }

@@ -19,17 +19,18 @@ from coordinator.api.http.request_models import (
     CompletionFields,
     CompletionRequest,
     EmbeddingsRequest,
-    Generating,
     Message,
     Part,
     Prompts,
     RefusalPart,
     ResponseFormat,
+    Scheduled,
     StructuredOutputs,
     TemplateFields,
     TextPart,
     ThinkingPart,
     TokenizeRequest,
+    TokensSampling,
     ToolCall,
 )
 from coordinator.api.http.tools import Offer, functions_of, object_of, offer_of
@@ -101,11 +102,12 @@ class ParsedRequest:
     offer: Offer | None = None  # tools that the output may call
     terms: Terms = USUAL
     service_tier: str | None = None  # of the response; None if none was asked for
+    output_mode: str = ""  # of a call with token ids (coordinator/api/http/tokens.py)
 
 
 def parse_completion(request: CompletionRequest, request_id: str) -> ParsedRequest:
     """Convert a call of /v1/completions. Raises RequestError."""
-    params = _sampling_params(request)
+    params = sampling_params(request, request.response_format)
     max_tokens, echoes = request.max_tokens, request.echo or False
     if max_tokens is None and request.truncate_prompt_tokens == WHAT_FITS:
         max_tokens = DEFAULT_COMPLETION_TOKENS  # truncation leaves room for as many
@@ -152,7 +154,7 @@ def parse_batch(request: BatchRequest, request_id: str, answer_format: AnswerFor
 
 
 def _chat_params(request: ChatFields, answer_format: AnswerFormat) -> tuple[SamplingParams, Offer | None]:
-    params = _sampling_params(request)
+    params = sampling_params(request, request.response_format)
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if max_tokens is not None:
         params.max_tokens = max_tokens
@@ -260,12 +262,12 @@ _SAME: Final = (
 )
 
 
-def _sampling_params(request: CompletionFields) -> SamplingParams:
-    """Return the sampling parameters that completions and chat completions have."""
+def sampling_params(fields: CompletionFields | TokensSampling, form: ResponseFormat | None = None) -> SamplingParams:
+    """Return the sampling parameters that completions, chat completions and calls with token ids have."""
     return SamplingParams(
-        **{name: getattr(request, name) for name in _SAME},
-        logit_bias={int(token): bias or 0.0 for token, bias in (request.logit_bias or {}).items()},
-        **_constraint(request),
+        **{name: getattr(fields, name) for name in _SAME},
+        logit_bias={int(token): bias or 0.0 for token, bias in (fields.logit_bias or {}).items()},
+        **_constraint(form, fields.structured_outputs),
     )
 
 
@@ -298,10 +300,9 @@ def ids_of(request_id: str, count: int) -> list[str]:
 KINDS: Final = ("json", "json_object", "regex", "choice", "grammar")  # of structured_outputs
 
 
-def _constraint(request: CompletionFields) -> dict[str, Any]:
+def _constraint(form: ResponseFormat | None, outputs: StructuredOutputs | None) -> dict[str, Any]:
     """Return the constraint fields of SamplingParams. Raises RequestError."""
-    outputs = request.structured_outputs
-    found = {} if request.response_format is None else _of_format(request.response_format)
+    found = {} if form is None else _of_format(form)
     if outputs is None:
         return found
     if found:
@@ -337,11 +338,16 @@ def _of_outputs(outputs: StructuredOutputs) -> dict[str, Any]:
     return {**given, **{name: getattr(outputs, name) for name in names}}
 
 
-def _constraint_names(request: CompletionFields) -> dict[str, str]:
+OUTPUTS_NAMES: Final = {"json_schema": "structured_outputs.json"} | {
+    name: f"structured_outputs.{name}" for name in (*KINDS, "whitespace_pattern")
+}
+"""Fields of structured_outputs, by the constraint fields of SamplingParams."""
+
+
+def _constraint_names(request: CompletionFields) -> Mapping[str, str]:
     """Map the constraint fields of SamplingParams to the client's field names."""
     if request.structured_outputs is not None:
-        names = (*KINDS, "whitespace_pattern")
-        return {"json_schema": "structured_outputs.json", **{name: f"structured_outputs.{name}" for name in names}}
+        return OUTPUTS_NAMES
     match request.response_format:
         case ResponseFormat(type="json_schema"):
             return {"json_schema": "response_format.json_schema.schema"}
@@ -488,7 +494,7 @@ _INTEGER: Final = re.compile(r"-?[0-9]{1,9}")
 
 def set_limits(
     requests: Sequence[GenerateRequest],
-    request: Generating,
+    request: Scheduled,
     headers: Mapping[str, str],
     slo_classes: Collection[str] = (),
 ) -> dict[str, str]:
@@ -508,7 +514,7 @@ def set_limits(
     return taken
 
 
-def service_tier(requests: Sequence[GenerateRequest], request: Generating) -> str | None:
+def service_tier(requests: Sequence[GenerateRequest], request: Scheduled) -> str | None:
     """Return the service tier for the response: the SLO class, or DEFAULT_TIER without one; None if none was asked
     for."""
     return None if request.service_tier is None else requests[0].slo_class or DEFAULT_TIER

@@ -76,6 +76,10 @@ class ChoiceFormatter(ABC):
         self._tokenizer = tokenizer
         self._names = TokenNames(tokenizer.token_bytes, as_ids=parsed.tokens_as_ids)
 
+    def envelope(self, request_id: str, model: str) -> "Envelope":
+        """Return the fields around the choices."""
+        return Envelope(self, request_id, model)
+
     def new_output(self, prompt: list[int]) -> Output:
         """Return an empty Output for one output."""
         return Output(prompt)

