@@ -61,7 +61,7 @@ class StaticDecode:
         self._inputs = dataclasses.replace(
             padding,
             block_tables=functional.pad(padding.block_tables, (0, table_width - 1)),
-            longest_context=table_width * block_size,
+            context_lengths=[table_width * block_size] * self.sizes[-1],
         )
         self._num_live_rows = 0  # buffer rows behind these are padding
         with torch.inference_mode():
@@ -152,6 +152,7 @@ def _first_rows(batch: ForwardBatch, num_rows: int) -> ForwardBatch:
         block_tables=batch.block_tables[rows],
         logit_rows=batch.logit_rows[rows],
         starts=batch.starts[: num_rows + 1],
+        context_lengths=batch.context_lengths[rows],
     )
 
 

@@ -28,7 +28,12 @@ class ForwardBatch:
     adapted_rows: Mapping[str, torch.Tensor]  # [rows] int64, the rows of each LoRA adapter in use
     starts: Sequence[int]  # query_starts as numbers, since reading a tensor would synchronize with the device
     longest_query: int  # tokens; the most of any request
-    longest_context: int  # tokens; the largest kv_length
+    context_lengths: Sequence[int]  # kv_lengths as numbers
+
+    @property
+    def longest_context(self) -> int:
+        """Return the largest kv_length, in tokens."""
+        return max(self.context_lengths)
 
     def wanting(self, rows: torch.Tensor) -> "ForwardBatch":
         """Return a copy of this batch whose logits are wanted for `rows` ([S] int64); it shares the other tensors."""
@@ -37,7 +42,7 @@ class ForwardBatch:
     def part(self, first: int, end: int) -> "ForwardBatch":
         """Return a batch of the requests first : end alone, without wanted logits and without adapters.
 
-        All its tensors but query_starts are views. Its longest_context is still that of the whole batch.
+        All its tensors but query_starts are views.
         """
         first_row = self.starts[first]
         rows, requests = slice(first_row, self.starts[end]), slice(first, end)
@@ -54,7 +59,7 @@ class ForwardBatch:
             adapted_rows={},
             starts=starts,
             longest_query=max(end - start for start, end in pairwise(starts)),
-            longest_context=self.longest_context,
+            context_lengths=self.context_lengths[requests],
         )
 
 
@@ -102,7 +107,7 @@ def build_batch(
         adapted_rows={adapter: tensor(rows, torch.int64) for adapter, rows in adapted_rows.items()},
         starts=query_starts,
         longest_query=max(len(share.token_ids) for share in shares),
-        longest_context=max(kv_lengths),
+        context_lengths=kv_lengths,
     )
 
 

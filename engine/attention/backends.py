@@ -20,7 +20,7 @@ from serving_core.requests import Share
 
 if TYPE_CHECKING:
     from engine.attention.triton_paged import TritonAttention
-    from engine.attention.varlen import VarlenAttention
+    from engine.attention.varlen import GatheredAttention, VarlenAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,10 @@ def choose_attention(
 ) -> Attention:
     """Return the fastest attention backend for this pool and `num_heads` query heads.
 
-    On a CPU the compiled kernels. On CUDA varlen_attn for prefill and Triton kernels for decode, or one of the two for
-    both, if they support the pool and agree with the portable backend. Else, and with `portable_only`, the portable
-    backend. `score_scale` and `softcap` are those of Attention. Call before the pool holds data. Raises SettingsError
-    for a pool whose K and V widths differ, or differ between layers, unless `portable_only`.
+    On a CPU the compiled kernels. On CUDA Triton kernels for decode and varlen_attn over gathered keys for prefill, or
+    one backend for both, if they support the pool and agree with the portable backend. Else, and with `portable_only`,
+    the portable backend. `score_scale` and `softcap` are those of Attention. Call before the pool holds data. Raises
+    SettingsError for a pool whose K and V widths differ, or differ between layers, unless `portable_only`.
     """
     portable = PortableAttention(pool, num_heads, score_scale, softcap)
     if portable_only:
@@ -111,8 +111,11 @@ def batch_invariant_attentions(attention: Attention, num_heads: int) -> Iterator
     `num_heads` is the number of query heads. The caller must try each: varlen_attn is told never to split keys, but the
     device decides whether its bits depend on other rows.
     """
-    if isinstance(attention, StepsApart):
-        attention = attention.prompts
+    if isinstance(attention, StepsApart):  # one backend must compute both
+        varlen, _ = tried(partial(_varlen, attention, num_heads))
+        if varlen is not None:
+            yield varlen
+        attention = attention.steps
     if attention.name == TRITON:
         yield _triton(attention, num_heads, is_uniform=True)
     elif not isinstance(attention, PortableAttention):
@@ -132,11 +135,12 @@ def _native_or(portable: PortableAttention, num_heads: int) -> Attention:
 
 def _on_cuda(portable: PortableAttention, num_heads: int) -> Attention:
     """Return the fastest kernels that agree with the portable backend, or the portable backend, and log the reason."""
-    varlen = _if_it_agrees("varlen_attn", _varlen, portable, num_heads)
     triton = _if_it_agrees("Triton", _triton, portable, num_heads)
     if triton is not None:
-        return StepsApart(triton, varlen or triton, triton.few_tokens)
+        gathered = _if_it_agrees("varlen_attn over gathered keys", _gathered, portable, num_heads)
+        return StepsApart(triton, gathered or triton, triton.few_tokens)
     uniform = partial(_triton, is_uniform=True)
+    varlen = _if_it_agrees("varlen_attn", _varlen, portable, num_heads)
     chosen = varlen or _if_it_agrees("Triton by few rows", uniform, portable, num_heads)
     if chosen is not None:
         return chosen
@@ -164,15 +168,30 @@ def _if_it_agrees(
     return None
 
 
-def _varlen(portable: PortableAttention, num_heads: int) -> "VarlenAttention":
+def _varlen(like: Attention, num_heads: int) -> "VarlenAttention":
     """Make the varlen_attn backend. Raises ValueError for unsupported pools."""
-    from engine.attention.varlen import BLOCK_TOKENS, VarlenAttention
+    from engine.attention.varlen import BLOCK_TOKENS, CAN_PAGE, VarlenAttention
 
-    if portable.softcap is not None or portable.pool.layout.is_quantized:
-        raise ValueError("varlen_attn caps no scores, and takes no keys and values of 8 bits")
-    if portable.pool.layout.block_size % BLOCK_TOKENS:
+    _check_varlen(like)
+    if not CAN_PAGE:
+        raise ValueError(f"varlen_attn of torch {torch.__version__} takes no blocks; that of torch 2.12 does")
+    if like.pool.layout.block_size % BLOCK_TOKENS:
         raise ValueError(f"varlen_attn takes blocks of a multiple of {BLOCK_TOKENS} tokens, as with --block-size 256")
-    return VarlenAttention(portable.pool, portable.score_scale)
+    return VarlenAttention(like.pool, like.score_scale)
+
+
+def _gathered(like: Attention, num_heads: int) -> "GatheredAttention":
+    """Make the backend of varlen_attn over gathered keys. Raises ValueError for unsupported pools."""
+    from engine.attention.varlen import GatheredAttention
+
+    _check_varlen(like)
+    return GatheredAttention(like.pool, like.score_scale)
+
+
+def _check_varlen(like: Attention) -> None:
+    """Raise ValueError for scores and pools that varlen_attn does not support."""
+    if like.softcap is not None or like.pool.layout.is_quantized:
+        raise ValueError("varlen_attn caps no scores, and takes no keys and values of 8 bits")
 
 
 def _triton(like: Attention, num_heads: int, *, is_uniform: bool = False) -> "TritonAttention":

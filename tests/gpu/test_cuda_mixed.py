@@ -5,9 +5,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton, which comes with torch for CUDA, is not installed")
 
+from engine.attention import varlen
 from engine.attention.backends import StepsApart, choose_attention
 from engine.attention.triton_paged import TritonAttention
-from engine.attention.varlen import VarlenAttention
+from engine.attention.varlen import GatheredAttention
 from engine.cache.kv_pool import PagedKVPool
 from engine.forward_batch import build_batch
 from serving_core.layout import KVLayout
@@ -30,7 +31,7 @@ by_either = pytest.mark.parametrize("by_varlen", [False, True])
 
 def apart(pool, num_heads, softcap=None, by_varlen=False):
     triton = TritonAttention(pool, num_heads, None, softcap)
-    return StepsApart(triton, VarlenAttention(pool) if by_varlen else triton, triton.few_tokens)
+    return StepsApart(triton, GatheredAttention(pool) if by_varlen else triton, triton.few_tokens)
 
 
 def check(order, attention, num_heads, window=None, tolerance=0.03):
@@ -45,7 +46,13 @@ def check(order, attention, num_heads, window=None, tolerance=0.03):
 @in_any_order
 @pytest.mark.parametrize("window", [None, 300])
 def test_answers_by_triton_beside_prompts_by_varlen_attn(order, window):
-    check(order, apart(random_pool(256, 2, 64, "bfloat16"), 8, by_varlen=True), 8, window)
+    check(order, apart(random_pool(16, 2, 64, "bfloat16"), 8, by_varlen=True), 8, window)
+
+
+@pytest.mark.parametrize("most_tokens", [1, 400])
+def test_keys_are_gathered_in_parts(most_tokens, monkeypatch):
+    monkeypatch.setattr(varlen, "GATHERED_TOKENS", most_tokens)
+    check("by turns", GatheredAttention(random_pool(5, 2, 64, "bfloat16")), 8, 300)
 
 
 @pytest.mark.parametrize("order", ["draft tokens too", "by turns"])
@@ -127,5 +134,5 @@ def test_programs_of_all_sizes_are_tried_before_they_are_taken(num_heads, monkey
 
     monkeypatch.setattr(TritonAttention, "plan", noted)
     pool = PagedKVPool(KVLayout.uniform(1, 2, 64, 16, "bfloat16"), 40, CUDA)
-    assert choose_attention(pool, num_heads).name == "triton"
+    assert choose_attention(pool, num_heads).name == f"{GatheredAttention.name}, of steps triton"
     assert tried == {16, 32, 64}

@@ -25,6 +25,7 @@ from engine.attention.triton_paged import (
     shared_bytes,
     stages_by_rows,
 )
+from engine.attention.varlen import GatheredAttention
 from engine.build import build_engine
 from engine.cache.kv_pool import PagedKVPool
 from engine.cuda_graphs import StaticDecode
@@ -37,6 +38,7 @@ from tests.gpu.compile_triton import BYTES, cases
 from tests.tiny_models import write_tiny_model
 from tests.toy_scheduler import greedy, run_all
 
+GATHERED = GatheredAttention.name
 SPANS = ((0, 1), (0, 90), (33, 50), (255, 1), (311, 1), (64, 64), (63, 2))  # of tokens before, and tokens
 STEPS = ((0, 1), (255, 1), (256, 1), (700, 2), (1023, 1), (5000, 1), (511, 2))
 
@@ -164,7 +166,7 @@ def test_it_is_compiled_for_a_device_and_fits_its_shared_memory(capability, most
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block_size", "softcap"), [("bfloat16", 16, None), ("bfloat16", 256, 20.0), ("int8", 256, None)]
+    ("dtype", "block_size", "softcap"), [("float32", 16, None), ("bfloat16", 256, 20.0), ("int8", 256, None)]
 )
 def test_it_is_taken_where_varlen_attn_is_not(dtype, block_size, softcap):
     pool = random_pool(block_size, 2, 64, dtype, torch.bfloat16)
@@ -172,16 +174,19 @@ def test_it_is_taken_where_varlen_attn_is_not(dtype, block_size, softcap):
     assert not any(map(torch.any, pool.read_tensors(0, range(3)))), "what was tried is gone"
 
 
-def test_prompts_are_varlen_attns_and_steps_those_of_triton():
-    pool = random_pool(256, 2, 64, "bfloat16")
+@pytest.mark.parametrize(
+    ("block_size", "invariant"), [(256, ["varlen_attn", "triton", "tiled"]), (16, ["triton", "tiled"])]
+)
+def test_prompts_are_varlen_attns_and_steps_those_of_triton(block_size, invariant):
+    pool = random_pool(block_size, 2, 64, "bfloat16")
     pool.clear(0, pool.num_blocks)
     ours, portable = choose_attention(pool, 4), PortableAttention(pool, 4)
-    assert ours.name == "varlen_attn, of steps triton"
-    assert [each.name for each in batch_invariant_attentions(ours, 4)] == ["varlen_attn", "tiled"]
+    assert ours.name == f"{GATHERED}, of steps triton"
+    assert [each.name for each in batch_invariant_attentions(ours, 4)] == invariant
     pool.try_values(0, pool.num_blocks)
-    chosen = {("triton", "varlen_attn"): SPANS, ("triton",): STEPS, ("varlen_attn",): SPANS[1:]}
+    chosen = {("triton", GATHERED): SPANS, ("triton",): STEPS, (GATHERED,): SPANS[1:]}
     for names, spans in chosen.items():
-        batch = build_batch(shares_of(spans, 256), 256, CUDA)
+        batch = build_batch(shares_of(spans, block_size), block_size, CUDA)
         plan = ours.plan(batch, None)
         assert tuple(part.backend.name for part in plan) == names
         query = torch.randn(len(batch.token_ids), 4, 64, device=CUDA).bfloat16()

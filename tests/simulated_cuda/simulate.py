@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -25,7 +26,9 @@ REAL_INIT, REAL_DESTROY = distributed.init_process_group, distributed.destroy_pr
 def simulate():
     """From now on this process and its children in Python have CUDA devices. Takes a C++ compiler."""
     load_guard()
-    register()
+    with warnings.catch_warnings():  # a torch for CUDA has kernels of its own there, and says once that they go
+        warnings.simplefilter("ignore", UserWarning)
+        register()
     for name, value in vars(torch_cuda).items():
         if getattr(value, "__module__", None) == torch_cuda.__name__:
             setattr(torch.cuda, name, value)

@@ -39,10 +39,7 @@ def test_a_part_is_what_its_requests_would_be_alone():
     assert part.slots.tolist() == [20, 21, 17, 18, 19]
     assert part.query_starts.tolist() == part.starts == [0, 2, 5]
     assert (part.kv_lengths.tolist(), part.block_tables.tolist()) == ([2, 4], [[5, 0, 0], [4, 0, 0]])
-    assert (part.longest_query, part.longest_context) == (
-        3,
-        10,
-    )  # of the whole: which one is longest tensors alone know
+    assert (part.longest_query, part.longest_context, part.context_lengths) == (3, 4, [2, 4])
     assert (part.logit_rows.tolist(), part.adapted_rows) == ([], {})
     assert part.kv_lengths.data_ptr() == whole.kv_lengths[1:].data_ptr(), "a view"
     assert part.query_starts.dtype == torch.int32
