@@ -67,6 +67,7 @@ class Model(Protocol):
     """One rank's part of a decoder, or the fake model."""
 
     num_divided_passes: int  # passes through the layers that used sequence parallelism
+    reuses_prefixes: bool  # whether one call computes many tokens behind a cached prefix
 
     def __call__(
         self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
@@ -394,6 +395,11 @@ class Engine:
     def num_divided_passes(self) -> int:
         """Return how often a batch passed through the layers with sequence parallelism."""
         return self.model.num_divided_passes
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Return whether a step computes many tokens behind a cached prefix in one call, so that the cache pays."""
+        return self.model.reuses_prefixes
 
     @property
     def numerics(self) -> bytes:

@@ -35,6 +35,7 @@ class FakeModel:
     """The fake model, used instead of a decoder; the module's docstring gives the formula of its outputs."""
 
     num_divided_passes = 0
+    reuses_prefixes = True
 
     def __init__(self, config: ModelConfig, folder: Path, group: RankGroup) -> None:
         if max(config.vocab_size, config.max_position_embeddings) > EXACT_INTEGERS:

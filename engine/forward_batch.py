@@ -23,7 +23,8 @@ class ForwardBatch:
     query_starts: torch.Tensor  # [B + 1] int32
     kv_lengths: torch.Tensor  # [B] int32
     block_tables: torch.Tensor  # [B, max_blocks] int32, padded with 0
-    state_blocks: Sequence[Sequence[int]]  # of each request, with its fixed state; empty for models without one
+    state_blocks: Sequence[Sequence[int]]  # to which each request's fixed state is written; empty without one
+    state_sources: Sequence[Sequence[int]]  # from which it is read
     logit_rows: torch.Tensor  # [S] int64, the rows whose logits are wanted
     adapted_rows: Mapping[str, torch.Tensor]  # [rows] int64, the rows of each LoRA adapter in use
     starts: Sequence[int]  # query_starts as numbers, since reading a tensor would synchronize with the device
@@ -55,6 +56,7 @@ class ForwardBatch:
             kv_lengths=self.kv_lengths[requests],
             block_tables=self.block_tables[requests],
             state_blocks=self.state_blocks[requests],
+            state_sources=self.state_sources[requests],
             logit_rows=self.logit_rows[:0],
             adapted_rows={},
             starts=starts,
@@ -103,6 +105,7 @@ def build_batch(
         kv_lengths=tensor(kv_lengths, torch.int32),
         block_tables=_moved(_block_tables(shares, kv_lengths, block_size, num_state_blocks), device),
         state_blocks=[share.block_ids[:num_state_blocks] for share in shares],
+        state_sources=[share.state_ids or share.block_ids[:num_state_blocks] for share in shares],
         logit_rows=tensor(logit_rows, torch.int64),
         adapted_rows={adapter: tensor(rows, torch.int64) for adapter, rows in adapted_rows.items()},
         starts=query_starts,

@@ -143,7 +143,7 @@ class PrefillScheduler:
     def _add_chunk(self, node_request: NodeRequest, step: _Step) -> None:
         """Add the tokens of a prompt for which the step has budget and time; if time is short, close the step."""
         is_scored = node_request.request.is_scored
-        num_asked = min(step.budget, node_request.num_to_compute, step.num_scorable if is_scored else step.budget)
+        num_asked = min(step.budget, node_request.num_to_checkpoint, step.num_scorable if is_scored else step.budget)
         if node_request.distributed is not None and (num_asked := self._fit(node_request, num_asked)) == 0:
             return
         num_tokens = self.chunk_budget.afford(node_request, num_asked) if num_asked else 0

@@ -119,9 +119,10 @@ class Share:
     """The part of one request in a step, as the model needs it, also on a rank that does not know the request.
 
     The step computes `token_ids`. The pool holds the KV of the `start` tokens before them; `block_ids` covers all of
-    these tokens. `samples` tells whether the output for the last token is wanted (logits, or an embedder's hidden
-    state); the outputs of the leading `num_scored` tokens are wanted as well. `adapter` is the name of a LoRA adapter;
-    empty: the model alone.
+    these tokens. The step reads a fixed state from `state_ids`; if empty, from the leading blocks of `block_ids`, to
+    which it writes the state. `samples` tells whether the output for the last token is wanted (logits, or an embedder's
+    hidden state); the outputs of the leading `num_scored` tokens are wanted as well. `adapter` is the name of a LoRA
+    adapter; empty: the model alone.
     """
 
     token_ids: Sequence[int]
@@ -130,6 +131,7 @@ class Share:
     samples: bool
     num_scored: int = 0
     adapter: str = ""
+    state_ids: Sequence[int] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -178,6 +180,7 @@ class Work(NamedTuple):
     block_ids: Sequence[int]
     # Draft tokens; none of them ends the output or is its last token; none where a prompt is scored
     draft_tokens: Sequence[int] = ()
+    state_ids: Sequence[int] = ()  # as in Share
 
     @property
     def samples(self) -> bool:
@@ -202,7 +205,7 @@ class Work(NamedTuple):
         if self.draft_tokens:
             token_ids += self.draft_tokens
             num_scored += len(self.draft_tokens)
-        return Share(token_ids, self.start, self.block_ids, self.samples, num_scored, adapter)
+        return Share(token_ids, self.start, self.block_ids, self.samples, num_scored, adapter, self.state_ids)
 
     def take(self, sampled: Iterator[SampledToken]) -> list[SampledToken]:
         """Take this work's tokens from the results of a step: one if it samples, and one more for each accepted draft

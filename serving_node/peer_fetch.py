@@ -86,6 +86,9 @@ class PeerFetch(KVSource):
             return True
         if self._prefill.num_needed(node_request) + num_spare > self._leases.num_free:
             return False  # without enough free blocks to start it either
+        if self._leases.num_state_blocks:  # the state behind the blocks is not sent
+            waiting.offer = None
+            return False
         num_tokens = min(offer.num_tokens, num_cacheable(node_request))
         num_missing = num_tokens - self._leases.num_held_tokens(node_request, num_tokens)
         is_known = offer.epoch in self._under_way

@@ -73,8 +73,7 @@ class NodeRunner:
         self._drafter = drafter
         self._fingerprint = {**engine.fingerprint, "kv_transport": settings.kv_transport}
         self._followers = followers
-        # A prefix has no state of its own, with which a request could go on.
-        is_caching = settings.engine.enable_prefix_caching and not engine.layout.state_bytes
+        is_caching = settings.engine.enable_prefix_caching and engine.reuses_prefixes
         self._allocator = BlockAllocator(engine.num_blocks, caching=is_caching)
         self._scheduler = scheduler = NodeScheduler(
             self._allocator,
@@ -262,13 +261,13 @@ class NodeRunner:
         All values are 0 once all requests and transfers are over. Raises AssertionError if the counts differ.
         """
         self._scheduler.check_integrity()
-        load, holders = self.load(), [holder for holder, _ in self.leases]
+        load, known = self.load(), {each.key for each in self.node_requests}
         return {
             "blocks": load.num_blocks - load.num_blocks_free,
             "requests": len(self.node_requests),
             "transfer descriptors": self._transfers.num_unopened,
             "transfers": self._transfers.num_open,
-            "leases without a request": len(holders) - sum(each.lease is not None for each in self.node_requests),
+            "leases without a request": sum(holder not in known for holder, _ in self.leases),
             "timers": int(self._scheduler.wake_at_s is not None),
         }
 

@@ -170,7 +170,10 @@ class NodeScheduler:
         The holder is (request id, epoch), or a kind of holder and a number.
         """
         leases: list[tuple[Key, BlockLease]] = [
-            (each.key, each.lease) for each in self._node_requests if each.lease is not None
+            (each.key, lease)
+            for each in self._node_requests
+            for lease in (each.lease, each.state_source)
+            if lease is not None
         ]
         for source in self._sources:
             leases += [((source.kind, number), lease) for number, lease in source.held.items()]

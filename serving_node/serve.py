@@ -183,6 +183,8 @@ async def _kv_offload(settings: NodeSettings, engine: Engine) -> AsyncIterator[t
     if not tier.kv_host_bytes and not tier.kv_disk_bytes:
         yield None, NO_OFFLOAD
         return
+    if engine.layout.state_bytes:
+        raise SettingsError("--kv-host-bytes and --kv-disk-bytes do not support models with a fixed state")
     all_bytes = engine.group.exchange(engine.layout.block_bytes.to_bytes(8, "big"))
     block_bytes = max(int.from_bytes(each, "big") for each in all_bytes)
     num_host, num_disk = tier.kv_host_bytes // block_bytes, tier.kv_disk_bytes // block_bytes

@@ -267,6 +267,7 @@ class LlamaDecoder(nn.Module):
         self._pipeline = pipeline
         self._min_divided_tokens = min_divided_tokens
         self.num_divided_passes = 0  # passes with sequence parallelism
+        self.reuses_prefixes = True
         self._shard = shard
         self._hidden_size = config.hidden_size
         self._leaves_delta = not config.differences.norms_outputs

@@ -334,6 +334,7 @@ class TransformersDecoder:
     """One rank's part of a loaded model that transformers' code computes, over SplitServe's KV pool."""
 
     num_divided_passes = 0
+    reuses_prefixes = True
 
     def __init__(
         self,

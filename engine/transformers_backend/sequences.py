@@ -93,6 +93,7 @@ class SequenceDecoder:
             raise ModelError(f"{type(model).__name__} does not compute with transformers' cache")
         self._has_mask = self._cache_name == CACHE_NAMES[0]
         cache, self._takes_one = self._tried()
+        self.reuses_prefixes = not self._takes_one
         self._tokens = list(_kept_tokens(cache))
         self._states = list(_kept_states(cache))
         self.layout: Final = self._measured(block_size, kv_dtype)
@@ -131,7 +132,8 @@ class SequenceDecoder:
         cache = self._new_cache()
         if start:
             num_blocks = pool.layout.num_blocks_for(start) - len(state_blocks)
-            self._restore(cache, pool, batch.block_tables[request, :num_blocks].long(), state_blocks, start)
+            blocks = batch.block_tables[request, :num_blocks].long()
+            self._restore(cache, pool, blocks, batch.state_sources[request], start)
         logits = self._continued(token_ids, start, cache, rows)
         self._keep(cache, pool, batch.slots[of_request], state_blocks)
         return logits

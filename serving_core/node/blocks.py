@@ -22,13 +22,17 @@ from serving_core.errors import OutOfBlocks
 class BlockLease:
     """Blocks leased to one owner, in table order. A second release is a bug and raises.
 
-    The leading `num_published` blocks hold final KV; the leading `num_cached` of them held it before the lease.
+    The first `num_private` blocks are never shared. The `num_published` blocks behind them hold final KV; the leading
+    `num_cached` of these held it before the lease.
     """
 
-    def __init__(self, allocator: "BlockAllocator", block_ids: list[int], num_cached: int) -> None:
+    def __init__(
+        self, allocator: "BlockAllocator", block_ids: list[int], num_cached: int, num_private: int = 0
+    ) -> None:
         self._allocator = allocator
         self._block_ids = block_ids
         self._released = False
+        self.num_private = num_private
         self.num_cached = num_cached
         self.num_published = num_cached
 
@@ -44,16 +48,30 @@ class BlockLease:
         self._block_ids.extend(self._allocator._take(num_blocks))
 
     def publish(self, names: Sequence[bytes]) -> None:
-        """Publish the leading len(names) blocks, which are full and final, under these block hashes.
+        """Publish the first len(names) blocks that are not private, full and final, under these block hashes.
 
         A hash that another block already has stays with that block. Hashes of earlier calls are not examined again.
         """
         assert not self._released, "a released lease was used"
-        assert len(names) <= len(self._block_ids), "more names than blocks"
-        if len(names) > self.num_published:
-            new = slice(self.num_published, len(names))
-            self._allocator._name(self._block_ids[new], names[new])
+        first = self.num_private
+        assert first + len(names) <= len(self._block_ids), "more names than blocks"
+        if len(names) > (num_published := self.num_published):
+            self._allocator._name(self._block_ids[first + num_published : first + len(names)], names[num_published:])
             self.num_published = len(names)
+
+    def publish_private(self, names: Sequence[bytes]) -> "BlockLease":
+        """Publish the private blocks under these block hashes, and take new ones in their place. Raises OutOfBlocks.
+
+        Returns a lease of the published blocks.
+        """
+        assert not self._released, "a released lease was used"
+        old, self._block_ids[: self.num_private] = (
+            self._block_ids[: self.num_private],
+            self._allocator._take(self.num_private),
+        )
+        published = self._allocator._new_lease(old, 0)
+        published.publish(names)
+        return published
 
     def shed(self, num_blocks: int) -> None:
         """Release the leading blocks, none of which was ever published."""
@@ -66,7 +84,7 @@ class BlockLease:
         """Release the last blocks, none of which was ever published."""
         assert not self._released, "a released lease was used"
         num_left = len(self._block_ids) - num_blocks
-        assert num_left >= self.num_published, "a published block was trimmed"
+        assert num_left >= self.num_private + self.num_published, "a published block was trimmed"
         self._allocator._put_back(self._block_ids[num_left:])
         del self._block_ids[num_left:]
 
@@ -132,13 +150,13 @@ class BlockAllocator:
 
     # ---- leases ----
 
-    def allocate(self, num_blocks: int, names: Sequence[bytes] = ()) -> BlockLease:
+    def allocate(self, num_blocks: int, names: Sequence[bytes] = (), num_private: int = 0) -> BlockLease:
         """Lease num_blocks blocks, all or none. Raises OutOfBlocks.
 
-        The first blocks are those of the leading hashes, as many as exist (the lease's num_cached); they keep their KV
-        and may be in other leases too. The other blocks are in no other lease and hold no valid data.
+        Behind `num_private` blocks come those of the leading hashes, as many as exist (the lease's num_cached); they
+        keep their KV and may be in other leases too. The other blocks are in no other lease and hold no valid data.
         """
-        assert len(names) <= num_blocks, "more names than blocks"
+        assert num_private + len(names) <= num_blocks, "more names than blocks"
         needed = self.num_needed(num_blocks, names)
         if needed > self.num_free:
             raise self._out_of_blocks(needed)
@@ -146,7 +164,11 @@ class BlockAllocator:
         for block in held:
             self._num_leases[block] += 1
             self._cached.pop(block, None)
-        lease = BlockLease(self, held + self._take(num_blocks - len(held)), len(held))
+        new = self._take(num_blocks - len(held))
+        return self._new_lease(new[:num_private] + held + new[num_private:], len(held), num_private)
+
+    def _new_lease(self, block_ids: list[int], num_cached: int, num_private: int = 0) -> BlockLease:
+        lease = BlockLease(self, block_ids, num_cached, num_private)
         self._leases[id(lease)] = lease
         return lease
 
@@ -161,8 +183,18 @@ class BlockAllocator:
             self._num_leases[block] = 1
         return blocks
 
+    def drop(self, names: Iterable[bytes]) -> None:
+        """Evict the cached blocks with these hashes; a leased block keeps its hash."""
+        for name in names:
+            if (block := self._block_of.get(name, -1)) in self._cached:
+                del self._cached[block]
+                heapq.heappush(self._free, self._forget(block))
+
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
+        return self._forget(self._cached.popitem(last=False)[0])
+
+    def _forget(self, block: int) -> int:
+        """Drop the hash of a block in no lease, and return the block."""
         name = self._name_of.pop(block)
         del self._block_of[name]
         self._changes.removed(name)
@@ -220,10 +252,12 @@ class BlockAllocator:
         assert self._num_leases == [leases[block] for block in range(self.num_blocks)], "leases are miscounted"
         for lease in self._leases.values():
             assert len(set(lease._block_ids)) == len(lease._block_ids), "a block is twice in a lease"
-            assert lease.num_cached <= lease.num_published <= len(lease._block_ids)
+            end = lease.num_private + lease.num_published
+            assert lease.num_cached <= lease.num_published
+            assert end <= len(lease._block_ids)
             for index, block in enumerate(lease._block_ids):
                 assert leases[block] == 1 or block in self._name_of, "a block without a name is shared"
-                assert index < lease.num_published or block not in self._name_of, "a block has a name too early"
+                assert lease.num_private <= index < end or block not in self._name_of, "a block has a name too early"
         assert self._block_of == {name: block for block, name in self._name_of.items()}, "names and blocks differ"
         assert set(self._cached) == set(self._name_of) - set(leases), "a cached block has no name"
         assert self.caching or not self._name_of, "a block has a name without caching"

@@ -1,5 +1,12 @@
-"""Manage the blocks of a node's requests, shared by block hash. Pure."""
+"""Manage the blocks of a node's requests, shared by block hash. Pure.
 
+A model with a fixed state can continue a cached prefix only behind a checkpoint of the state at its end. A checkpoint
+is the request's own state blocks, published under hashes derived from the last KV block's; the request goes on in new
+ones, so nothing is copied. A prompt stops for a checkpoint behind its last full block, and where the KV blocks that it
+found in the cache end without one: there several prompts diverge. KV blocks are published with their checkpoint.
+"""
+
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -14,8 +21,12 @@ from serving_core.node.prefix import (
     STEP,
     BlockNames,
     num_alike,
+    state_names,
 )
 from serving_core.node.requests import NodeRequest, RequestState
+
+MAX_CHECKPOINT_SHARE: Final = 1 / 4  # of the pool's blocks: then the least recently used checkpoint is dropped
+MIN_CHECKPOINT_TOKENS: Final = 64  # that a checkpoint saves
 
 
 class PrefixFetch(NamedTuple):
@@ -45,6 +56,9 @@ class Leases:
         self.on_remote_kv_left: Callable[[Sequence[Any]], None] | None = None
         """Called with the remote KV of a request that has given its blocks back."""
         self._numerics_ids = [*dict.fromkeys((self._of_chunk, self._of_step)), MIXED_NUMERICS]
+        self._checkpoints: OrderedDict[bytes, None] = OrderedDict()  # by the hash of the last KV block; perhaps evicted
+        num_checkpoint_blocks = int(allocator.num_blocks * MAX_CHECKPOINT_SHARE)
+        self._max_checkpoints = num_checkpoint_blocks // self.num_state_blocks if self.num_state_blocks else 0
 
     @property
     def numerics_ids(self) -> list[bytes]:
@@ -74,7 +88,7 @@ class Leases:
     def num_needed(self, node_request: NodeRequest, num_tokens: int, *, num_cacheable: int) -> int:
         """Return by how much `take` with the same arguments would lower num_free."""
         names, _ = self._find(node_request, num_cacheable)
-        return self._allocator.num_needed(self.blocks_for(num_tokens), names)
+        return self._num_needed(self.blocks_for(num_tokens), names, self._state_names(names))
 
     def take(self, node_request: NodeRequest, num_tokens: int, *, num_cacheable: int, num_spare: int) -> bool:
         """Lease blocks for num_tokens tokens if at least num_spare blocks stay free; return whether it did.
@@ -82,10 +96,15 @@ class Leases:
         Cached blocks of the leading num_cacheable tokens are shared, and their tokens count as computed.
         """
         names, numerics_ids = self._find(node_request, num_cacheable)
-        num_blocks = self.blocks_for(num_tokens)
-        if self._allocator.num_needed(num_blocks, names) + num_spare > self._allocator.num_free:
+        num_blocks, states = self.blocks_for(num_tokens), self._state_names(names)
+        if self._num_needed(num_blocks, names, states) + num_spare > self._allocator.num_free:
             return False
-        node_request.lease = self._allocator.allocate(num_blocks, names)
+        if self.num_state_blocks:
+            node_request.checkpoint_ends = self._checkpoint_ends(node_request, len(names), num_cacheable)
+        if states:  # before other blocks, which might evict them
+            node_request.state_source = self._allocator.allocate(self.num_state_blocks, states)
+            self._checkpoints.move_to_end(names[-1])
+        node_request.lease = self._allocator.allocate(num_blocks, names, self.num_state_blocks)
         node_request.names.begin(names, numerics_ids)
         if node_request.num_found_blocks is None:
             node_request.num_found_blocks = node_request.num_cached_blocks
@@ -131,6 +150,9 @@ class Leases:
         block_size = self._layout.block_size
         for node_request in node_requests:
             lease = node_request.lease
+            if node_request.state_source is not None:  # the step has read it
+                node_request.state_source.release()
+                node_request.state_source = None
             if lease is None or node_request.num_computed // block_size > lease.num_published:
                 self.publish(node_request)
 
@@ -138,18 +160,48 @@ class Leases:
         """Publish the blocks that are full of computed KV, so that other requests can share them.
 
         Blocks that became full since the last call, and were not passed to `copied`, were computed by this node in the
-        way that the request's state tells.
+        way that the request's state tells. With a fixed state, publishes only behind the tokens of a checkpoint.
         """
         lease = node_request.lease
         assert lease is not None
         num_full = node_request.num_computed // self._layout.block_size
         if num_full <= lease.num_published or not self._allocator.caching or node_request.distributed is not None:
             return
+        if self.num_state_blocks and node_request.num_computed not in node_request.checkpoint_ends:
+            return
         names = node_request.names
         if (num_new := num_full - len(names.names)) > 0:
             others = [self._own_numerics_id(node_request)] * (num_new - 1)
             names.add(node_request.request.token_ids, self._numerics_id(node_request), *others)
         lease.publish(names.names)
+        if self.num_state_blocks:
+            self._take_checkpoint(node_request, lease)
+
+    def _take_checkpoint(self, node_request: NodeRequest, lease: BlockLease) -> None:
+        """Publish the state behind the request's full blocks, unless it is cached or blocks are short."""
+        name = node_request.names.names[-1]
+        is_short = self._allocator.num_free < 2 * self.num_state_blocks
+        if is_short or not self._max_checkpoints or self._num_continuable([name]):
+            return
+        self._allocator.drop(self._state_names([name]))  # what eviction has left of an earlier one
+        while len(self._checkpoints) >= self._max_checkpoints:
+            oldest, _ = self._checkpoints.popitem(last=False)
+            self._allocator.drop(self._state_names([oldest]))
+        node_request.state_source = lease.publish_private(self._state_names([name]))
+        self._checkpoints[name] = None
+        self._checkpoints.move_to_end(name)
+
+    def _checkpoint_ends(self, node_request: NodeRequest, num_found: int, num_cacheable: int) -> tuple[int, ...]:
+        """Return the tokens behind which a request with `num_found` cached blocks takes checkpoints."""
+        is_elsewhere = node_request.incoming is not None or node_request.distributed is not None
+        if is_elsewhere or not self._allocator.caching:
+            return ()
+        known, _ = self._find_named(node_request.names, node_request.request.token_ids, num_cacheable)
+        ends, size = list[int](), self._layout.block_size
+        for end in (len(known) * size, self._full_blocks(num_cacheable) * size):
+            if end - (ends[-1] if ends else num_found * size) >= MIN_CHECKPOINT_TOKENS:
+                ends.append(end)
+        return tuple(ends)
 
     def copied(self, node_request: NodeRequest, made: Sequence[tuple[bytes, int]]) -> None:
         """Record that the KV behind the blocks found here has arrived from another node.
@@ -157,7 +209,7 @@ class Leases:
         `made` gives the numerics ids of all blocks on that node, run by run. Copies keep their hashes, unless other
         blocks precede them here or `made` does not cover them.
         """
-        if not self._allocator.caching:
+        if not self._allocator.caching or self.num_state_blocks:
             return
         num_tokens = node_request.num_computed
         names, num_full = node_request.names, self._full_blocks(num_tokens)
@@ -178,6 +230,8 @@ class Leases:
 
     def numerics_ids_of(self, node_request: NodeRequest) -> list[bytes]:
         """Return the numerics ids of all blocks with computed KV; none if the blocks have no hashes."""
+        if self.num_state_blocks:
+            return []
         numerics_ids = list(node_request.names.numerics_ids)
         if self._allocator.caching and node_request.num_computed % self._layout.block_size:
             numerics_ids.append(self._numerics_id(node_request))
@@ -220,6 +274,9 @@ class Leases:
         if node_request.lease is not None:
             node_request.lease.release()
             node_request.lease = None
+            if node_request.state_source is not None:
+                node_request.state_source.release()
+                node_request.state_source = None
             node_request.names.begin([], [])
             node_request.num_computed = 0
             if node_request.distributed is not None:
@@ -236,6 +293,7 @@ class Leases:
         """Return whether one request finds what the other publishes of the same tokens."""
         return (
             self._allocator.caching
+            and not self.num_state_blocks  # whether a checkpoint will be where they diverge is not known
             and node_request.distributed is other.distributed is None
             and node_request.names.root == other.names.root
         )
@@ -289,13 +347,36 @@ class Leases:
         """Return hashes and numerics ids of the leading full blocks of num_tokens tokens that the pool holds.
 
         Returns none if some blocks are to go to remote KV. For a migrating request, returns only blocks with the bits
-        that its tokens were generated from.
+        that its tokens were generated from. With a fixed state, returns blocks that end at a checkpoint, and none for a
+        request whose KV and state come from another node, or that fills the pool by itself.
         """
         if node_request.distributed is not None:
             return [], []
-        names, numerics_ids = self._find_named(node_request.names, node_request.request.token_ids, num_tokens)
+        token_ids = node_request.request.token_ids
+        if self.num_state_blocks:
+            num_blocks = self.blocks_for(len(token_ids) + 1) + self.num_state_blocks
+            if node_request.incoming is not None or num_blocks > self._allocator.num_blocks:
+                return [], []
+        names, numerics_ids = self._find_named(node_request.names, token_ids, num_tokens)
         num_found = num_alike(numerics_ids) if node_request.is_arriving else len(numerics_ids)
+        if self.num_state_blocks:
+            num_found = self._num_continuable(names[:num_found])
         return names[:num_found], numerics_ids[:num_found]
+
+    def _num_continuable(self, names: Sequence[bytes]) -> int:
+        """Return how many of the leading blocks end at a checkpoint of the fixed state; 0 without one."""
+        is_held = self._allocator.blocks_by_name.__contains__
+        for index in range(len(names) - 1, -1, -1):
+            if names[index] in self._checkpoints and all(map(is_held, self._state_names([names[index]]))):
+                return index + 1
+        return 0
+
+    def _state_names(self, names: Sequence[bytes]) -> list[bytes]:
+        """Return the hashes of the checkpoint behind these blocks; none without blocks or without a fixed state."""
+        return state_names(names[-1], self.num_state_blocks) if names and self.num_state_blocks else []
+
+    def _num_needed(self, num_blocks: int, names: Sequence[bytes], states: Sequence[bytes]) -> int:
+        return self._allocator.num_needed(num_blocks, names) + self._allocator.num_needed(len(states), states)
 
     def _find_named(
         self, names: BlockNames, token_ids: Sequence[int], num_tokens: int

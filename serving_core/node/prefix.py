@@ -29,6 +29,7 @@ NAME_BYTES: Final = 32
 HINT_BYTES: Final = 8
 NUMERICS_BYTES: Final = 8
 
+_STATE_TAG: Final = b"splitserve: fixed state"
 CHUNK: Final = b"c"
 STEP: Final = b"s"
 EITHER: Final = b"e"
@@ -61,6 +62,11 @@ def numerics_of(facts: Mapping[str, str]) -> bytes:
 def child_name(parent: bytes, numerics_id: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the hash, 32 bytes, of a block of these tokens behind the block (or the root) with hash `parent`."""
     return hashlib.sha256(parent + numerics_id + _packed(len(token_ids)).pack(*token_ids)).digest()
+
+
+def state_names(name: bytes, num_blocks: int) -> list[bytes]:
+    """Return the hashes of the `num_blocks` blocks with the fixed state behind the block with hash `name`."""
+    return [hashlib.sha256(_STATE_TAG + name + _LENGTH.pack(index)).digest() for index in range(num_blocks)]
 
 
 @lru_cache(maxsize=16)

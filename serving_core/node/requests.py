@@ -163,6 +163,8 @@ class NodeRequest:
     outgoing: Outgoing | None = None
     distributed: Distributed | None = None
     lease: BlockLease | None = None
+    state_source: BlockLease | None = None  # of the checkpoint from which the next step reads the fixed state
+    checkpoint_ends: tuple[int, ...] = ()  # tokens behind which a checkpoint of the fixed state is to be taken
     num_computed: int = 0  # tokens whose KV is in the pool
     num_found_blocks: int | None = None  # leading blocks that were cached when it first got blocks
     is_counted: bool = False  # its prompt has been counted, here or where the request began
@@ -284,6 +286,12 @@ class NodeRequest:
         return (len(self.request.token_ids) if is_decoded else self.num_given) - self.num_computed
 
     @property
+    def num_to_checkpoint(self) -> int:
+        """Return the tokens to compute until the next checkpoint of the fixed state, or all without one."""
+        ends = [end - self.num_computed for end in self.checkpoint_ends if end > self.num_computed]
+        return min([*ends, self.num_to_compute])
+
+    @property
     def num_ahead(self) -> int:
         """Return the tokens by which a request that migrates here may grow until it is here; 0 for others."""
         return 0 if self.incoming is None else self.incoming.num_ahead
@@ -338,7 +346,8 @@ class NodeRequest:
         block_ids = self.lease.block_ids
         if self.distributed is not None:  # the entries in place of remote blocks are not read
             block_ids = [0] * self.num_remote_blocks + block_ids
-        return Work(self.request, self.num_computed, num_tokens, block_ids)
+        state_ids = self.state_source.block_ids if self.state_source is not None else ()
+        return Work(self.request, self.num_computed, num_tokens, block_ids, state_ids=state_ids)
 
 
 def incoming_of(node_request: NodeRequest) -> Incoming:

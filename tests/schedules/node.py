@@ -126,6 +126,7 @@ class SimulatedEngine:
     group = SimpleNamespace(rank=0)
     grammars = SimpleNamespace(load=lambda: None)  # nobody asks for one
     can_schedule_async = False
+    reuses_prefixes = True
 
     def __init__(self, name, sizes, pool, random):
         self.num_blocks, self.is_batch_invariant = sizes.num_blocks, sizes.is_batch_invariant

@@ -150,6 +150,30 @@ class Leasing(RuleBasedStateMachine):
 TestLeasing = Leasing.TestCase
 
 
+def test_private_blocks_are_published_apart_and_replaced():
+    allocator = BlockAllocator(8)
+    cache(allocator, "ab")
+    lease = allocator.allocate(5, names_of("ab"), num_private=2)
+    assert (lease.block_ids, lease.num_cached) == ([2, 3, 0, 1, 4], 2)
+    published = lease.publish_private([b"x", b"y"])
+    assert (published.block_ids, lease.block_ids) == ([2, 3], [5, 6, 0, 1, 4])
+    lease.publish([*names_of("ab"), b"abc"])
+    allocator.check_integrity()
+    allocator.drop([b"x", b"y"])
+    assert allocator.blocks_by_name == {b"a": 0, b"ab": 1, b"x": 2, b"y": 3, b"abc": 4}, "a leased block has its name"
+    published.release()
+    assert (allocator.num_free, allocator.num_cached) == (3, 2)
+    allocator.drop([b"x", b"y", b"unknown"])
+    assert (allocator.num_free, allocator.num_cached) == (3, 0)
+    with pytest.raises(AssertionError, match="a published block was trimmed"):
+        lease.trim(1)
+    with pytest.raises(OutOfBlocks):
+        allocator.allocate(4)
+    allocator.check_integrity()
+    lease.release()
+    assert allocator.num_free == 8
+
+
 def cache(allocator, path):
     """Leaves the blocks of a path in the cache."""
     lease = allocator.allocate(len(path))

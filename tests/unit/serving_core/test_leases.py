@@ -6,7 +6,7 @@ import pytest
 
 from serving_core.layout import KVLayout
 from serving_core.node.blocks import BlockAllocator
-from serving_core.node.leases import Leases
+from serving_core.node.leases import MAX_CHECKPOINT_SHARE, MIN_CHECKPOINT_TOKENS, Leases
 from serving_core.node.prefix import CHUNK, EITHER, MAX_NUMERICS_IDS, MIXED_NUMERICS, STEP, BlockNames, child_name
 from serving_core.node.requests import NodeRequest, RequestState
 from serving_core.requests import Request, SamplingParams
@@ -179,3 +179,118 @@ def test_a_state_leads_the_blocks_of_a_request():
     assert leases.filled_blocks(node_request) == list(node_request.lease.block_ids)
     leases.give_back(node_request)
     assert allocator.num_free == 9
+
+
+class Stateful:
+    """One pool of a model with a fixed state."""
+
+    def __init__(self, num_blocks=120, num_state_blocks=3):
+        self.layout = replace(LAYOUT, state_bytes=num_state_blocks * LAYOUT.block_bytes - 1)
+        self.allocator = BlockAllocator(num_blocks)
+        self.leases = Leases(self.allocator, self.layout, HERE, is_batch_invariant=False)
+
+    def begin(self, prompt):
+        request = Request("r", 1, list(prompt), len(prompt), SamplingParams(max_tokens=1))
+        node_request = NodeRequest(request, 1, BlockNames(ROOT, 4), RequestState.PREFILLING)
+        num_free, num_cacheable = self.allocator.num_free, len(prompt) - 1
+        num_needed = self.leases.num_needed(node_request, len(prompt) + 1, num_cacheable=num_cacheable)
+        assert self.leases.take(node_request, len(prompt) + 1, num_cacheable=num_cacheable, num_spare=0)
+        assert self.allocator.num_free == num_free - num_needed
+        return node_request
+
+    def step(self, node_request):
+        """Return the state blocks that a step reads and those that it writes."""
+        work = node_request.work(node_request.num_to_checkpoint)
+        written = list(work.block_ids[:3])
+        read = list(work.state_ids or written)
+        node_request.num_computed += work.num_tokens
+        self.leases.publish_all([node_request])
+        self.allocator.check_integrity()
+        return read, written
+
+    def run(self, prompt):
+        """Compute a prompt; return the ends of its steps, and the tokens that were found."""
+        node_request = self.begin(prompt)
+        ends = []
+        while node_request.num_to_compute:
+            self.step(node_request)
+            ends.append(node_request.num_computed)
+        found = self.leases.num_cached_tokens(node_request)
+        self.leases.give_back(node_request)
+        assert self.allocator.num_free == self.allocator.num_blocks
+        return ends, found
+
+
+def prompt_of(first, length=90):
+    return [first, *range(1, length)]
+
+
+def test_a_prompt_goes_on_behind_a_checkpoint_that_it_does_not_change():
+    house = Stateful()
+    first = house.begin(prompt_of(0))
+    assert first.checkpoint_ends == (88,)
+    read, written = house.step(first)
+    assert read == written
+    assert house.step(first)[0] == written, "the step behind a checkpoint reads what is in it"
+    house.leases.give_back(first)
+    again = house.begin(prompt_of(0))
+    assert again.num_computed == 88
+    read, others = house.step(again)
+    assert read == written
+    assert not set(read) & set(others)
+    house.leases.give_back(again)
+    assert house.allocator.num_free == 120
+
+
+def test_checkpoints_are_where_prompts_end_and_where_they_part():
+    house = Stateful()
+    longer = [*prompt_of(0, 80), *[7] * 80]
+    assert house.run(prompt_of(0)) == ([88, 90], 0)
+    assert house.run(longer) == ([80, 156, 160], 0), "its beginning was found without a state"
+    assert house.run([*prompt_of(0, 81), *[8] * 80]) == ([160, 161], 80)
+    assert house.run(longer[:-1]) == ([159], 156)
+
+
+def test_few_tokens_are_not_worth_a_checkpoint():
+    house = Stateful()
+    assert MIN_CHECKPOINT_TOKENS == 64
+    assert house.run(prompt_of(0, 64)) == ([64], 0)
+    assert house.run(prompt_of(0, 65)) == ([64, 65], 0)
+    assert house.run(prompt_of(0, 100)) == ([100], 64)
+    assert house.run(prompt_of(0, 129)) == ([128, 129], 64)
+
+
+def test_the_checkpoint_that_was_used_longest_ago_goes_first():
+    house = Stateful(num_blocks=400, num_state_blocks=12)
+    most = int(400 * MAX_CHECKPOINT_SHARE) // 12
+    for first in range(most):
+        assert house.run(prompt_of(first, 65))[1] == 0
+    assert house.run(prompt_of(0, 65))[1] == 64
+    house.run(prompt_of(most, 65))
+    assert [house.run(prompt_of(first, 65))[1] for first in (0, 2, most)] == [64, 64, 64]
+    assert house.run(prompt_of(1, 65))[1] == 0
+
+
+def test_a_prefix_without_its_state_is_computed_again():
+    house = Stateful(num_blocks=60)
+    assert house.run(prompt_of(0)) == ([88, 90], 0)
+    assert house.run(prompt_of(0)) == ([90], 88)
+    house.allocator.allocate(60 - 22 - 3 + 1).release()  # evicts a block of the state, which was held least long
+    assert house.run(prompt_of(0)) == ([88, 90], 0)
+    assert house.run(prompt_of(0)) == ([90], 88)
+
+
+def test_a_prompt_that_fills_the_pool_begins_anew():
+    house = Stateful(num_blocks=43)
+    assert house.run(prompt_of(0)) == ([88, 90], 0)
+    assert house.run(prompt_of(0, 155))[1] == 0, "with the checkpoint it needed 44 blocks"
+    assert house.run(prompt_of(0)) == ([88, 90], 0)
+
+
+def test_no_checkpoint_is_taken_where_blocks_are_short():
+    house = Stateful(num_blocks=31)
+    node_request = house.begin(prompt_of(0))
+    house.step(node_request)
+    assert node_request.state_source is None
+    house.leases.give_back(node_request)
+    assert house.allocator.num_free == 31
