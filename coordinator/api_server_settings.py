@@ -11,10 +11,12 @@ class ApiServerSettings:
     """Settings of one API server, beside those of the coordinator."""
 
     served: CoordinatorSettings = field(default_factory=CoordinatorSettings)
-    coordinator: str = flag("127.0.0.1:50052", "Fleet address of the coordinator, HOST:PORT or unix:PATH.")
+    coordinator: str = flag(
+        "127.0.0.1:50052", "Connect to the coordinator's fleet port at this address: HOST:PORT or unix:PATH."
+    )
     api_server_number: int = flag(
         0,
-        "Number of this API server among those that its coordinator has started and that end with it, from 1; 0: it "
-        "was started by itself and waits for whichever coordinator is at the address.",
+        "Be this number, from 1, of the API servers that a coordinator has started and that end with it; "
+        "0: started by itself, for whichever coordinator is at the address.",
         minimum=0,
     )

@@ -33,175 +33,194 @@ _ENDPOINT: Final = re.compile(r"https?://[^/?#@\s]+:\d{1,5}/?")
 class CoordinatorSettings:
     """Settings of the coordinator."""
 
-    model: str = flag("", "Model folder; its config.json and tokenizer files are read.", positional=True)
-    host: str = flag("127.0.0.1", "Address of the public gRPC service.")
-    grpc_port: int = flag(50051, "Port of the public gRPC service; 0 takes a free one.", minimum=0, maximum=65535)
-    fleet_host: str = flag("127.0.0.1", "Address of the fleet port, which nodes connect to.")
-    fleet_port: int = flag(50052, "Port that nodes connect to; 0 takes a free one.", minimum=0, maximum=65535)
-    http_host: str = flag("127.0.0.1", "Address of the OpenAI-compatible HTTP service.")
-    http_port: int = flag(8000, "Port of the HTTP service; 0 takes a free one, -1 none.", minimum=-1, maximum=65535)
+    model: str = flag("", "Read config.json and the tokenizer's files from this model folder.", positional=True)
+    host: str = flag("127.0.0.1", "Listen for gRPC clients at this address.")
+    grpc_port: int = flag(50051, "Listen for gRPC clients at this port; 0 takes a free one.", minimum=0, maximum=65535)
+    fleet_host: str = flag("127.0.0.1", "Listen for nodes at this address.")
+    fleet_port: int = flag(50052, "Listen for nodes at this port; 0 takes a free one.", minimum=0, maximum=65535)
+    http_host: str = flag("127.0.0.1", "Listen for HTTP clients at this address.")
+    http_port: int = flag(
+        8000,
+        "Listen for HTTP clients, of OpenAI's and Anthropic's APIs, at this port; 0 takes a free one, -1 none.",
+        minimum=-1,
+        maximum=65535,
+    )
     api_server_count: int = flag(
         1,
-        "API server processes that accept, validate and tokenize requests at these ports and detokenize outputs, "
-        "beside the control process, which places and tracks requests; 1: one process does both.",
+        "Run this many API server processes, which tokenize, detokenize and stream, at the same ports; "
+        "1: the coordinator does so itself.",
         minimum=1,
         maximum=64,
     )
     standby: bool = flag(
         False,
-        "Wait while another coordinator of this machine serves at these ports, and take its place when it ends, "
-        "however it ends. Nodes and API servers that were started by themselves attach again, and streams go on.",
+        "Wait while another coordinator of this machine serves at these ports, and take its place when "
+        "it ends. Nodes and API servers that were started by themselves attach again, and streams go on.",
     )
     stream_interval: int = flag(
         1,
-        "Tokens in one message of a streamed output, after its first token; the last message may have fewer.",
+        "Send this many tokens in one message of a stream, after its first token; the last message may have fewer.",
         minimum=1,
         maximum=256,
     )
     served_model_name: str = flag(
         "",
-        "Names that clients may use for the model, separated by commas; responses have the first. Empty: the model "
-        "folder's name.",
+        "Let clients call the model by these names, separated by commas; responses have the first. "
+        "Default: the folder's name.",
     )
-    api_key: str = flag("", "Secret that clients must send; required unless the host is loopback.", secret=True)
+    api_key: str = flag("", "Require this secret of clients; an address off loopback needs one.", secret=True)
     api_keys_file: str = flag(
-        "", "File of more API keys, one per line: NAME KEY, or a key alone; reread on SIGHUP. Names are logged."
+        "",
+        "Accept the API keys of this file too, one a line: NAME KEY, or a key alone. SIGHUP rereads it; "
+        "names are logged.",
     )
     admin_key: str = flag(
         "",
-        "Secret that operators must send for roles, drains and the overview, and may send instead of an API key; "
-        "empty: any API key is enough.",
+        "Require this secret, which also serves as an API key, for roles, drains and the overview; "
+        "default: any API key is enough.",
         secret=True,
     )
-    fleet_secret: str = flag(
-        "", "Secret shared by the nodes and the coordinator; required unless the host is loopback.", secret=True
-    )
+    fleet_secret: str = flag("", "Require this secret of nodes; an address off loopback needs one.", secret=True)
     tls: TlsSettings = field(default_factory=TlsSettings)
     tls_verify_clients: bool = flag(False, "Require a client certificate signed by --tls-ca, over gRPC and HTTP.")
     allowed_origins: str = flag(
         "",
-        "Origins of web pages that may call the HTTP service, such as https://example.org, separated by commas, or *.",
+        "Let web pages of these origins call the HTTP port: such as https://example.org, separated by commas, or *.",
     )
-    ui: bool = flag(True, "Serve a page that shows the state of the cluster, at /ui of the HTTP service.")
-    instance_id: str = flag("", "Id of this run of the server in GetServerInfo; empty draws random characters.")
-    max_model_len: int = flag(0, "Most tokens of prompt and output together; 0 takes what the nodes allow.", minimum=0)
+    ui: bool = flag(True, "Serve a page that shows the state of the cluster, at /ui of the HTTP port.")
+    instance_id: str = flag(
+        "", "Tell clients this id of the server's run in GetServerInfo; default: random characters."
+    )
+    max_model_len: int = flag(
+        0, "Allow at most this many tokens of prompt and output together; 0 takes what the nodes allow.", minimum=0
+    )
     model_impl: str = flag(
         "auto",
-        "Model code that the nodes use; auto takes SplitServe's own where the architecture is supported.",
+        "Compute with this model code on the nodes; auto takes SplitServe's own where it supports the architecture.",
         choices=MODEL_IMPLS,
     )
     runner: str = flag(
         "auto",
-        "Whether the nodes generate tokens (generate) or compute embeddings (pooling); auto decides by the model's "
-        "folder.",
+        "Generate tokens (generate) or compute embeddings (pooling); auto decides by the model's folder.",
         choices=RUNNERS,
     )
-    chat_template: str = flag("", "File with the chat template to use instead of the model's own.")
+    chat_template: str = flag("", "Use the chat template of this file instead of the model's own.")
     chat_template_kwargs: str = flag(
         "",
-        'Default variables of the chat template, which requests may override: JSON such as {"enable_thinking": false}.',
+        'Set these variables of the chat template where a request does not: JSON such as {"enable_thinking": false}.',
     )
     tool_call_parser: str = flag(
         AUTO_FORMAT,
-        "Format in which the model writes tool calls, by vLLM's names; auto detects it from the chat template.",
+        "Parse tool calls in this format, by vLLM's names; auto detects it from the chat template.",
         choices=CALL_FORMATS,
     )
     reasoning_parser: str = flag(
         AUTO_FORMAT,
-        "Format of reasoning at the start of outputs (think: <think> and </think>), by vLLM's names; auto detects it "
-        "from the chat template.",
+        "Parse reasoning at the start of outputs in this format, by vLLM's names (think: <think> and "
+        "</think>); auto detects it from the chat template.",
         choices=REASONING_FORMATS,
     )
     disable_additional_properties: bool = flag(
         True,
-        "Allow no other properties in an object of a JSON schema that names properties and does not mention "
-        "additionalProperties, in structured output and tool calls; off: allow any others, as JSON Schema does.",
+        "Allow no other properties in an object of a JSON schema that names properties and does not "
+        "mention additionalProperties, in structured output and tool calls; off: allow any others, as "
+        "JSON Schema does.",
     )
     generation_config: str = flag(
         "auto",
-        "Sampling defaults of requests: those of the model's generation_config.json (auto), or neutral ones (none).",
+        "Take default sampling parameters from the model's generation_config.json (auto), or neutral ones (none).",
         choices=("auto", "none"),
     )
     strict_fields: bool = flag(False, "Refuse requests with unknown fields instead of logging a warning.")
     max_num_queued_reqs: int = flag(
-        1024, "Most sequences in flight at once, waiting and running; more are refused.", minimum=1
+        1024, "Hold at most this many sequences, waiting and running; refuse more.", minimum=1
     )
     max_num_queued_reqs_per_key: int = flag(
         0,
-        "Most sequences in flight for the API keys of one name, and for all without a name; 0: no such limit.",
+        "Hold at most this many sequences for the API keys of one name, and for all without a name; 0 "
+        "sets no such limit.",
         minimum=0,
     )
     max_connections: int = flag(
         0,
-        "Most client connections at the gRPC port, and as many at the HTTP port; 0 takes what is useful within the "
-        "limit on open files.",
+        "Accept at most this many connections at the gRPC port, and as many at the HTTP port; 0 goes by "
+        "the limit on open files.",
         minimum=0,
     )
     max_connections_per_peer: int = flag(
         0,
-        "Most connections of one address, such as a proxy's, at the HTTP port, and at the gRPC port where there are "
-        "API keys; 0 takes half of all.",
+        "Accept at most this many connections of one address, such as a proxy's, at the HTTP port, and "
+        "at the gRPC port where there are API keys; 0 takes half of all.",
         minimum=0,
     )
-    max_logprobs: int = flag(20, "Most top logprobs that a request may ask for.", minimum=0, maximum=MOST_LOGPROBS)
+    max_logprobs: int = flag(
+        20, "Let requests ask for at most this many top logprobs.", minimum=0, maximum=MOST_LOGPROBS
+    )
     roles: str = flag(
         FIXED,
-        "Whether nodes keep their roles (fixed), or change them with the load (auto).",
+        "Keep the roles of nodes (fixed), or change them with the load (auto).",
         choices=(FIXED, AUTO),
     )
     policy: str = flag(
         AUTO_POLICY,
-        "Placement policy: the nodes where the fewest requests miss their SLO, then those that cost the fewest "
-        "seconds (auto); the seconds alone (sum); never or always two nodes; or a baseline to compare with.",
+        "Place requests where the fewest miss their SLO, then where they cost the fewest seconds (auto); "
+        "by the seconds alone (sum); never or always on two nodes; or by a baseline to compare with.",
         choices=tuple(POLICIES),
     )
     remote_prefix_fetch: str = flag(
         FETCH_AUTO,
-        "When a prefill node fetches blocks of a prompt from another node's prefix cache: where measured faster "
-        "than computing them (auto), always or never.",
+        "Fetch cached blocks of a prompt from another node where that is measured to be faster than "
+        "computing them (auto), always or never.",
         choices=PREFIX_FETCHES,
     )
     admission: str = flag(
         ADMIT_ALL,
-        "Which requests with an SLO are admitted: all, with late ones behind the others; or those that make none "
-        "late (timely), where others are refused with a retry-after.",
+        "Admit all requests with an SLO, late ones behind the others (all); or only those that make none "
+        "late, and refuse others with a retry-after (timely).",
         choices=(ADMIT_ALL, ADMIT_TIMELY),
     )
     max_queue_wait_s: float = flag(
         30.0,
-        "Most seconds that a request may be expected to wait for its first token; a request over it is refused on "
-        "arrival with a retry-after; 0 sets no limit.",
+        "Refuse a request with a retry-after if it is expected to wait more than this many seconds for "
+        "its first token; 0 sets no limit.",
         minimum=0.0,
     )
     slo_class: tuple[str, ...] = flag(
         (),
-        "SLO class that requests may name: limits in ms, or as multiples of the time that a request takes alone, "
-        "and a priority, where lower goes first: NAME=ttft:500,tpot:40,priority:-1 or NAME=ttft:5x,tpot:1.5x. May "
-        "be repeated.",
+        "Define an SLO class that requests may name: NAME=ttft:500,tpot:40,priority:-1 with limits in "
+        "ms, or NAME=ttft:5x,tpot:1.5x with multiples of the time that a request takes alone; lower "
+        "priorities go first. May be repeated.",
     )
-    max_restarts: int = flag(2, "Most restarts of one sequence on other nodes after a failure.", minimum=0)
+    max_restarts: int = flag(
+        2, "Restart one sequence at most this many times on other nodes after failures.", minimum=0
+    )
     node_wait_s: float = flag(
-        5.0, "Seconds that a request waits for a node that can take it, while there is none; 0 refuses it.", minimum=0.0
+        5.0,
+        "Let a request wait this many seconds for a node that can take it, while there is none; 0 refuses it.",
+        minimum=0.0,
     )
     keep_after_s: float = flag(
         2.0,
-        "Seconds that a prefilled prompt waits for credit of a decode node before its prefill node decodes it.",
+        "Let a prefill node decode a prompt itself when it has waited this many seconds for the credit "
+        "of a decode node.",
         minimum=0.1,
     )
-    heartbeat_s: float = flag(1.0, "Seconds between two heartbeats of a node.", minimum=0.01)
+    heartbeat_s: float = flag(1.0, "Let each node send a heartbeat after this many seconds.", minimum=0.01)
     node_timeout_s: float = flag(
         4.5,
-        "Seconds without a heartbeat after which a node counts as lost; four times the longest recent gap between its "
-        "heartbeats where that is more, and at most five times this.",
+        "Count a node as lost after this many seconds without a heartbeat, or after four times the "
+        "longest recent gap between its heartbeats where that is more, and at most five times this.",
         minimum=0.02,
     )
-    step_timeout_s: float = flag(120.0, "Seconds that one step may take before its node counts as stuck.", minimum=1.0)
+    step_timeout_s: float = flag(120.0, "Count a node as stuck after this many seconds in one step.", minimum=1.0)
     request_timeout_s: float = flag(
-        600.0, "Most seconds for one output, from the arrival of the request to its end.", minimum=0.1
+        600.0, "End an output that takes more than this many seconds from the arrival of its request.", minimum=0.1
     )
-    drain_s: float = flag(30.0, "Seconds that a stopping coordinator waits for requests to finish.", minimum=0.0)
+    drain_s: float = flag(
+        30.0, "Wait this many seconds for requests to finish when the coordinator stops.", minimum=0.0
+    )
     otlp_endpoint: str = flag(
-        "", "OTLP endpoint for the traces of requests, over gRPC: http://HOST:4317, or https. Empty: no traces."
+        "", "Send traces of requests to this OTLP endpoint over gRPC: http://HOST:4317, or https; default: no traces."
     )
     log: LogSettings = field(default_factory=LogSettings)
 

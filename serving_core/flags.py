@@ -17,6 +17,7 @@ from typing import Any
 import click
 import yaml
 
+from serving_core.flag_groups import GROUPS, common_of, group_of
 from serving_core.process.failpoints import ENVIRONMENT as FAILPOINTS
 from serving_core.renamed import ENV_PREFIX, FLAGS, rename_arguments, rename_variables, warn
 from serving_core.units import parse_size, size_of
@@ -28,6 +29,10 @@ GUESSED = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")  # YAML tags of 
 CONFIG = "config"  # the flag of a YAML file
 FILE = "_file"  # suffix of the flag that names a secret's file
 MAX_SECRET_BYTES = 4096
+EPILOG = (
+    "Each option is also an environment variable, SPLITSERVE_ and its name, and a key of the YAML file of --config."
+)
+HELP_ALL = "splitserve.help_all"  # in a click context's meta: the help of all options is wanted
 
 
 def flag(
@@ -72,15 +77,58 @@ def settings_command(settings_class: type[Any], run: Callable[[Any], None], *, n
     params = [_parameter(field, hint) for field, hint in fields_of(settings_class)]
     params += [secret_file_option(secret) for secret in secrets]
     params.append(_config_option())
-    return _Command(name, params=params, callback=callback, help=help)
+    return _Command(name, params=params, callback=callback, help=help, epilog=EPILOG)
 
 
 class _Command(click.Command):
-    """A command that also accepts the previous release's flags and environment variables, with a warning."""
+    """A command whose options are in groups, of which `--help` shows the common ones and `--help-all` all.
+
+    It also accepts the previous release's flags and environment variables, with a warning.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rename_variables(os.environ, warn)
         return super().parse_args(ctx, rename_arguments(args, warn))
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), _help_all_option()]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, each below the title of its group."""
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        rows = {str(option.name): row for option in options if (row := option.get_help_record(ctx))}
+        names = list(rows)
+        if ctx.meta.get(HELP_ALL):
+            sections = {title: [name for name in names if _group_of(name) == title] for title in GROUPS}
+        else:
+            sections = {"Common options": common_of(names)}
+        sections["Other options"] = [name for name in names if not _group_of(name)]
+        for title, members in sections.items():
+            if members:
+                with formatter.section(title):
+                    formatter.write_dl([rows[name] for name in members])
+
+
+def _group_of(name: str) -> str:
+    """Return the group of an option; the option for a secret's file is in the group of the secret."""
+    return group_of(name) or group_of(name.removesuffix(FILE))
+
+
+def _help_all_option() -> click.Option:
+    def show(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+        if is_asked:
+            context.meta[HELP_ALL] = True
+            click.echo(context.get_help(), color=context.color)
+            context.exit()
+
+    return click.Option(
+        ["--help-all"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show all options, in groups, and exit.",
+    )
 
 
 def build(settings_class: type[Any], values: dict[str, Any]) -> Any:
@@ -118,7 +166,7 @@ def secret_file_option(secret: str) -> click.Option:
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         envvar=ENV_PREFIX + (secret + FILE).upper(),
         show_envvar=True,
-        help=f"File that holds --{_kebab(secret)}.",
+        help=f"Read --{_kebab(secret)} from this file.",
     )
 
 
@@ -286,7 +334,7 @@ def _config_option() -> click.Option:
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         callback=load,
         is_eager=True,
-        help="YAML file with flags as keys; flags and environment win over it.",
+        help="Read options from this YAML file; flags and environment variables win over it.",
     )
 
 

@@ -23,83 +23,92 @@ KV_CACHE_DTYPES = ("auto", "int8", "fp8_e4m3")
 class EngineSettings:
     """Settings of one node's engine."""
 
-    model: str = flag("", "Folder with config.json and safetensors files.", positional=True)
+    model: str = flag("", "Load config.json and safetensors files from this folder.", positional=True)
     model_impl: str = flag(
         "auto",
-        "Model implementation; auto takes the native one if there is one, else the transformers backend.",
+        "Compute with this model code; auto takes SplitServe's own where it supports the architecture, "
+        "else the transformers backend.",
         choices=MODEL_IMPLS,
     )
     verify_model: bool = flag(
         True,
-        "At the start, compare an untested model of the transformers backend with transformers' own attention.",
+        "Compare an untested model of the transformers backend with transformers' own attention at the start.",
     )
     runner: str = flag(
         "auto",
-        "Whether the model generates text (generate) or computes embeddings (pooling); auto decides by its folder.",
+        "Generate tokens (generate) or compute embeddings (pooling); auto decides by the model's folder.",
         choices=RUNNERS,
     )
-    dtype: str = flag("auto", "Compute dtype; auto takes the model's own.", choices=DTYPES)
+    dtype: str = flag("auto", "Compute in this dtype; auto takes the model's own.", choices=DTYPES)
     quantization: str = flag(
         "none",
-        "Quantization of the weights when they are loaded, with w8a8 also of activations; none keeps them as stored.",
+        "Quantize the weights when they are loaded, with w8a8 also activations; none keeps them as stored.",
         choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "KV cache dtype; auto takes the compute dtype, int8 and fp8_e4m3 take half of 16 bits.",
+        "Store KV in this dtype; auto takes the compute dtype, int8 and fp8_e4m3 take half of 16 bits.",
         choices=KV_CACHE_DTYPES,
     )
     lora: tuple[str, ...] = flag(
         (),
-        "LoRA adapter that requests may select as a model: NAME=FOLDER, in PEFT's format. The same on all nodes. May "
-        "be repeated.",
+        "Load this LoRA adapter, which requests select as a model: NAME=FOLDER, in PEFT's format, the "
+        "same on all nodes. May be repeated.",
     )
     weights_memory_bytes: int = flag(
         0,
-        "Most memory for the weights of each rank, such as 8GiB: further layers are offloaded to disk, or with CUDA to "
-        "host memory, and read while other layers compute. 0: no offload.",
+        "Keep at most this much of each rank's weights in memory, such as 8GiB; further layers are read "
+        "from disk, or on CUDA from host memory, while other layers compute. 0: all in memory.",
         minimum=0,
     )
-    weights_disk_path: str = flag("", "Folder for weights offloaded to disk; empty takes /tmp or /var/tmp.")
-    device: str = flag("auto", "Device to compute on; auto takes CUDA if available.", choices=DEVICES)
-    block_size: int = flag(16, "Tokens per KV block.", minimum=1, maximum=1024)
-    num_kv_blocks: int = flag(0, "KV blocks in the pool; 0 derives it from --kv-cache-memory-bytes.", minimum=0)
+    weights_disk_path: str = flag(
+        "", "Put weights that are offloaded to disk into this folder; default: /tmp or /var/tmp."
+    )
+    device: str = flag("auto", "Compute on this device; auto takes CUDA if available.", choices=DEVICES)
+    block_size: int = flag(16, "Store this many tokens in a KV block.", minimum=1, maximum=1024)
+    num_kv_blocks: int = flag(
+        0, "Hold this many KV blocks in the pool; 0 derives it from --kv-cache-memory-bytes.", minimum=0
+    )
     kv_cache_memory_bytes: int = flag(
         0,
-        "Size of each rank's KV pool, such as 2GiB. 0: 512MiB on CPUs, and on CUDA the memory that "
-        "--gpu-memory-utilization leaves.",
+        "Give each rank a KV pool of this size, such as 2GiB; 0: 512MiB on CPUs, and on CUDA the memory "
+        "that --gpu-memory-utilization leaves.",
         minimum=0,
     )
     gpu_memory_utilization: float = flag(
         0.9,
-        "Fraction of a CUDA device's memory for a rank's weights and KV pool, if the pool's size is not given; the "
-        "rest is for activations.",
+        "Use this fraction of a CUDA device's memory for a rank's weights and KV pool, if the pool's "
+        "size is not given; the rest is for activations.",
         minimum=0.01,
         maximum=1.0,
     )
-    max_model_len: int = flag(0, "Most tokens of prompt and output together; 0 takes the model's own limit.", minimum=0)
+    max_model_len: int = flag(
+        0, "Allow at most this many tokens of prompt and output together; 0 takes the model's own limit.", minimum=0
+    )
     batch_invariant: bool = flag(
         False, "Make the bits of an output independent of its batch and of chunks, also in products of torch."
     )
-    enforce_eager: bool = flag(False, "On CUDA, run decode steps without CUDA graphs.")
+    enforce_eager: bool = flag(False, "Run decode steps on CUDA without CUDA graphs.")
     enable_prefix_caching: bool = flag(True, "Keep the KV of finished requests for prompts with the same prefix.")
-    tensor_parallel_size: int = flag(1, "Ranks that divide each layer.", minimum=1, maximum=64)
+    tensor_parallel_size: int = flag(1, "Divide each layer over this many ranks.", minimum=1, maximum=64)
     pipeline_parallel_size: int = flag(
         1,
-        "Pipeline stages, each with a run of layers and --tensor-parallel-size ranks.",
+        "Divide the layers over this many pipeline stages, of --tensor-parallel-size ranks each.",
         minimum=1,
         maximum=64,
     )
     sequence_parallel_min_tokens: int = flag(
         0,
-        "Fewest tokens of a step with prefill whose activations the ranks divide by tokens between products (sequence "
-        "parallelism). 0: never.",
+        "Divide activations over the ranks by tokens, between products, in steps with prefill of this "
+        "many tokens or more (sequence parallelism); 0: never.",
         minimum=0,
     )
-    rank_timeout_s: float = flag(60.0, "Seconds that a rank waits for the others before the node ends.", minimum=1.0)
+    rank_timeout_s: float = flag(
+        60.0, "End the node when a rank has waited this many seconds for the others.", minimum=1.0
+    )
     cpus: str = flag(
         "",
-        "CPUs to pin this node to: numbers such as 0-3,8, or a share such as 1/4; empty: no pinning.",
+        "Pin this node to CPUs: numbers such as 0-3,8, or a share such as 1/4; default: no pinning.",
     )
 
     @property

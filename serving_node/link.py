@@ -55,11 +55,11 @@ _NOT_ATTACHED: Final = (
 class LinkSettings:
     """Connection of a node to its coordinator."""
 
-    coordinator: str = flag("127.0.0.1:50052", "Fleet address of the coordinator, HOST:PORT.")
-    name: str = flag("", "Name of this node, unique in the fleet; empty makes one from role, host and process.")
-    fleet_secret: str = flag("", "Secret shared by the fleet.", secret=True)
+    coordinator: str = flag("127.0.0.1:50052", "Connect to the coordinator's fleet port at this address, HOST:PORT.")
+    name: str = flag("", "Give the node this name, unique in the fleet; default: made of role, host and process.")
+    fleet_secret: str = flag("", "Show this secret to the coordinator.", secret=True)
     tls: TlsSettings = field(default_factory=TlsSettings)
-    drain_s: float = flag(30.0, "Seconds that a stopping node waits for its requests to finish.", minimum=0.0)
+    drain_s: float = flag(30.0, "Wait this many seconds for requests to finish when the node stops.", minimum=0.0)
     log: LogSettings = field(default_factory=LogSettings)
 
     def name_for(self, role: str) -> str:

@@ -31,15 +31,21 @@ class TierSettings:
     """KV offload."""
 
     kv_host_bytes: int = flag(
-        0, "Host memory of each rank for evicted KV blocks (KV offload), such as 8GiB; 0: none.", minimum=0
+        0,
+        "Keep evicted KV blocks in this much host memory of each rank, such as 8GiB (KV offload); 0: none.",
+        minimum=0,
     )
     kv_disk_bytes: int = flag(
-        0, "Size of each rank's file for evicted KV blocks for which --kv-host-bytes has no room; 0: none.", minimum=0
+        0,
+        "Keep evicted KV blocks for which --kv-host-bytes has no room in a file of this size for each rank; 0: none.",
+        minimum=0,
     )
-    kv_disk_path: str = flag("", "Folder of the file of --kv-disk-bytes; empty: the folder for temporary files.")
+    kv_disk_path: str = flag(
+        "", "Put the file of --kv-disk-bytes into this folder; default: the folder for temporary files."
+    )
     kv_read_back: str = flag(
         "measured",
-        "When offloaded blocks are read back: measured (where faster than computing them), or always.",
+        "Read offloaded blocks back where that is faster than computing them (measured), or always.",
         choices=("measured", "always"),
     )
 
@@ -48,14 +54,20 @@ class TierSettings:
 class DraftSettings:
     """Draft model of `--speculation draft`."""
 
-    speculative_model: str = flag("", "Folder of a smaller model with the same vocabulary, for --speculation draft.")
+    speculative_model: str = flag(
+        "",
+        "Take draft tokens from the model in this folder, smaller and with the same vocabulary, with "
+        "--speculation draft.",
+    )
     speculative_quantization: str = flag(
         "none",
-        "Bits of the draft model's weights, quantized at load; none keeps them as they are.",
+        "Quantize the draft model's weights to these bits at load; none keeps them as they are.",
         choices=QUANTIZATIONS,
     )
     speculative_kv_cache_memory_bytes: int = flag(
-        64 * 2**20, "Size of the draft model's KV pool; sequences without room there get no draft tokens.", minimum=1
+        64 * 2**20,
+        "Give the draft model a KV pool of this size; sequences without room there get no draft tokens.",
+        minimum=1,
     )
 
 
@@ -69,69 +81,79 @@ class NodeSettings:
     drafting: DraftSettings = field(default_factory=DraftSettings)
     max_num_batched_tokens: int = flag(
         0,
-        "Most tokens in one step: one for each running sequence, the rest for prompt chunks. 0: 512 on CPUs, "
-        "2048 on CUDA.",
+        "Compute at most this many tokens in a step: one for each running sequence, the rest for "
+        "prompts; 0: 512 on CPUs, 2048 on CUDA.",
         minimum=0,
     )
     max_num_seqs: int = flag(
         0,
-        "Running slots: most sequences that hold blocks at a time. 0: 64 on CPUs, 256 on CUDA, and at most "
-        "--max-num-batched-tokens.",
+        "Let at most this many sequences hold blocks at a time (running slots); 0: 64 on CPUs, 256 on "
+        "CUDA, and at most --max-num-batched-tokens.",
         minimum=0,
         maximum=1024,
     )
     max_num_queued: int = flag(
         1024,
-        "Most prompts that wait for prefill, and most requests that wait for credit; further requests go to "
-        "other nodes or are retried.",
+        "Queue at most this many prompts for prefill, and as many requests for credit; further ones go "
+        "to other nodes or are retried.",
         minimum=1,
     )
     speculation: str = flag(
         OFF,
-        "Whether steps verify draft tokens: lookup takes them from prompt and output, draft from a smaller model.",
+        "Verify draft tokens in decode steps: from prompt and output (lookup), or from a smaller model (draft).",
         choices=SPECULATIONS,
     )
-    num_speculative_tokens: int = flag(8, "Most draft tokens for a sequence in a step.", minimum=1, maximum=32)
-    kv_transport: str = flag("zmq", "Transport of KV blocks; the same on all nodes.", choices=KV_TRANSPORTS)
+    num_speculative_tokens: int = flag(
+        8, "Verify at most this many draft tokens of a sequence in a step.", minimum=1, maximum=32
+    )
+    kv_transport: str = flag(
+        "zmq", "Send KV blocks by this transport, which is the same on all nodes.", choices=KV_TRANSPORTS
+    )
     kv_bind: str = flag(
-        "", "Endpoint of the data plane: tcp://HOST:PORT or ipc://PATH (zmq), dist://HOST:PORT (torch_dist)."
+        "",
+        "Listen for KV blocks at this endpoint: tcp://HOST:PORT or ipc://PATH (zmq), dist://HOST:PORT "
+        "(torch_dist); default: within this machine.",
     )
     kv_shared_memory: bool = flag(
         True,
-        "Send KV blocks through shared memory to nodes of the same machine that allow it too (zmq); otherwise "
-        "over --kv-bind.",
+        "Send KV blocks through shared memory to nodes of this machine that allow it too (zmq); "
+        "otherwise over --kv-bind.",
     )
     distributed_kv: bool = flag(
         False,
-        "Distributed KV: keep the oldest blocks of requests that are longer than a node's pool in other nodes' pools.",
+        "Keep the oldest blocks of requests that are longer than a node's pool in other nodes' pools (distributed KV).",
     )
     overlap_min_tokens: int = flag(
-        16, "Prompts with fewer tokens send their KV blocks at the end, not layer by layer.", minimum=0
+        16,
+        "Send KV blocks layer by layer from prompts of this many tokens on; those of shorter ones leave at the end.",
+        minimum=0,
     )
-    transfer_timeout_s: float = flag(30.0, "Seconds that one KV transfer may take once it has started.", minimum=0.1)
+    transfer_timeout_s: float = flag(30.0, "Give a KV transfer this many seconds once it has started.", minimum=0.1)
     descriptor_timeout_s: float = flag(
-        60.0, "Seconds that a prefilled prompt waits for its transfer descriptor.", minimum=0.1
+        60.0, "Keep a prefilled prompt this many seconds for its transfer descriptor.", minimum=0.1
     )
     credit_timeout_s: float = flag(
-        600.0, "Seconds that a request waits for credit at one node before other nodes are asked.", minimum=0.1
+        600.0, "Let a request wait this many seconds for credit at one node before other nodes are asked.", minimum=0.1
     )
     stuck_exit_s: float = flag(
-        60.0, "Seconds that a node with a stuck step waits before it exits, so that it is restarted.", minimum=0.1
+        60.0, "Exit, to be restarted, this many seconds after the node has found its step stuck.", minimum=0.1
     )
     metrics_host: str = flag(
-        "127.0.0.1", "Address of the node's own /metrics; off loopback, everyone in reach can read its metrics."
+        "127.0.0.1", "Serve the node's own /metrics at this address; off loopback, everyone in reach can read them."
     )
-    metrics_port: int = flag(-1, "Port of /metrics; 0 takes a free one, -1 none.", minimum=-1, maximum=65535)
-    health_host: str = flag("127.0.0.1", "Address of the health port.")
+    metrics_port: int = flag(
+        -1, "Serve the node's own /metrics at this port; 0 takes a free one, -1 none.", minimum=-1, maximum=65535
+    )
+    health_host: str = flag("127.0.0.1", "Serve gRPC's health service for probes at this address.")
     health_port: int = flag(
         -1,
-        "Port of gRPC's health service for probes, without TLS or secret: services live and ready. 0 takes a "
-        "free one, -1 none.",
+        "Serve gRPC's health service for probes, services live and ready, at this port, without TLS or "
+        "secret; 0 takes a free one, -1 none.",
         minimum=-1,
         maximum=65535,
     )
     reservation_ttl_s: float = flag(
-        600.0, "Most seconds that reserved blocks wait for their KV.", minimum=0.1, maximum=86400
+        600.0, "Keep reserved blocks at most this many seconds for their KV.", minimum=0.1, maximum=86400
     )
 
     def check(self) -> None:

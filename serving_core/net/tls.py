@@ -162,9 +162,9 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 class TlsSettings:
     """TLS settings, the same for the coordinator and its nodes; `splitserve certs` creates the files."""
 
-    tls_cert: str = flag("", "Certificate chain of this process, up to its CA (PEM).")
-    tls_key: str = flag("", "Private key of --tls-cert (PEM).")
-    tls_ca: str = flag("", "CA of the fleet (PEM), which verifies the certificates of the coordinator and its nodes.")
+    tls_cert: str = flag("", "Show this certificate chain, up to its CA (PEM).")
+    tls_key: str = flag("", "Use this private key of --tls-cert (PEM).")
+    tls_ca: str = flag("", "Verify the certificates of the coordinator and its nodes by this CA (PEM).")
     trusted_network: bool = flag(
         False,
         "With TLS, also allow traffic off this machine that TLS cannot protect: ranks on several hosts, torch_dist.",

@@ -31,10 +31,10 @@ _PLAIN: Final = re.compile(r"[^\s\"=]+")
 class LogSettings:
     """Logging settings of a process."""
 
-    log_level: str = flag("info", "Least severe level to log.", choices=LEVELS)
+    log_level: str = flag("info", "Log events of this severity and above.", choices=LEVELS)
     log_format: str = flag(
         AUTO,
-        "Format of log lines: JSON or readable text. auto: text in a terminal, JSON elsewhere.",
+        "Write log lines as JSON or as text; auto writes text to a terminal and JSON elsewhere.",
         choices=(AUTO, JSON, TEXT),
     )
 

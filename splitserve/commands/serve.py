@@ -66,6 +66,8 @@ def _serve(settings: ClusterSettings, given: dict[str, Any], fork_server: ForkSe
         ) as cluster:
             nodes = ", ".join(f"{number} {role}" for role, number in cluster.num_nodes.items() if number)
             report(f"Serving {model.name}: {nodes}; logs: {cluster.log_dir}")
+            for line in cluster.choices:
+                report(line)
             await start(cluster)
             http = f", HTTP on {cluster.http_url}" if cluster.http_url else ""
             report(f"Ready: gRPC on {cluster.target}{http}. Ctrl-C stops everything.")

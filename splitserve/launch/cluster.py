@@ -90,41 +90,73 @@ LOCAL_RAY: Final = "auto"  # address of a Ray cluster: the cluster that this mac
 class ClusterSettings:
     """Settings of `splitserve up` itself; all other flags are passed to the processes."""
 
-    model: str = flag("", "Folder, GGUF file or hub id of the model; default: the demo model.", positional=True)
-    prefill: int | None = flag(None, "Number of prefill nodes: 1, or none beside --mixed.", minimum=0, maximum=64)
+    model: str = flag("", "Serve this folder, GGUF file or hub id; without one, the demo model.", positional=True)
+    prefill: int | None = flag(
+        None, "Start this many prefill nodes; default: 1, or none beside --mixed.", minimum=0, maximum=64
+    )
     decode: int | None = flag(
-        None, "Number of decode nodes: 1, or none beside --mixed or for embeddings.", minimum=0, maximum=64
+        None,
+        "Start this many decode nodes; default: 1, or none beside --mixed or for embeddings.",
+        minimum=0,
+        maximum=64,
     )
-    mixed: int = flag(0, "Number of nodes that prefill and decode.", minimum=0, maximum=64)
-    prefill_tp: int = flag(1, "Tensor-parallel ranks of each prefill node.", minimum=1, maximum=64)
-    decode_tp: int = flag(1, "Tensor-parallel ranks of each decode node.", minimum=1, maximum=64)
-    mixed_tp: int = flag(1, "Tensor-parallel ranks of each node that prefills and decodes.", minimum=1, maximum=64)
-    prefill_pp: int = flag(1, "Pipeline stages of each prefill node, of --prefill-tp ranks.", minimum=1, maximum=64)
-    decode_pp: int = flag(1, "Pipeline stages of each decode node, of --decode-tp ranks.", minimum=1, maximum=64)
+    mixed: int = flag(0, "Start this many nodes that prefill and decode.", minimum=0, maximum=64)
+    prefill_tp: int = flag(
+        1, "Divide each layer of a prefill node over this many tensor-parallel ranks.", minimum=1, maximum=64
+    )
+    decode_tp: int = flag(
+        1, "Divide each layer of a decode node over this many tensor-parallel ranks.", minimum=1, maximum=64
+    )
+    mixed_tp: int = flag(
+        1, "Divide each layer of a mixed node over this many tensor-parallel ranks.", minimum=1, maximum=64
+    )
+    prefill_pp: int = flag(
+        1,
+        "Divide the layers of a prefill node over this many pipeline stages, of --prefill-tp ranks each.",
+        minimum=1,
+        maximum=64,
+    )
+    decode_pp: int = flag(
+        1,
+        "Divide the layers of a decode node over this many pipeline stages, of --decode-tp ranks each.",
+        minimum=1,
+        maximum=64,
+    )
     mixed_pp: int = flag(
-        1, "Pipeline stages of each node that prefills and decodes, of --mixed-tp ranks.", minimum=1, maximum=64
+        1,
+        "Divide the layers of a mixed node over this many pipeline stages, of --mixed-tp ranks each.",
+        minimum=1,
+        maximum=64,
     )
-    host: str = flag(LOOPBACK, "Address of the public gRPC port.")
-    grpc_port: int = flag(50051, "Public gRPC port.", minimum=1, maximum=65535)
+    host: str = flag(LOOPBACK, "Listen for gRPC clients at this address.")
+    grpc_port: int = flag(50051, "Listen for gRPC clients at this port.", minimum=1, maximum=65535)
     http_port: int = flag(
-        8000, "OpenAI-compatible HTTP port; 0 chooses a free one, -1 disables HTTP.", minimum=-1, maximum=65535
+        8000,
+        "Listen for HTTP clients, of OpenAI's and Anthropic's APIs, at this port; 0 takes a free one, -1 none.",
+        minimum=-1,
+        maximum=65535,
     )
     log_dir: str = flag(
         "",
-        "Folder for the processes' logs; empty creates one among the temporary files, where the latest stay.",
+        "Write the processes' logs to this folder; default: a new one among the temporary files, where "
+        "those of the latest runs stay.",
     )
-    start_timeout_s: float = flag(300.0, "Seconds until every node must be ready.", minimum=1.0)
-    drain_s: float = flag(10.0, "Seconds running requests get to finish when the cluster stops.", minimum=0.0)
+    start_timeout_s: float = flag(300.0, "Give up after this many seconds if not every node is ready.", minimum=1.0)
+    drain_s: float = flag(
+        10.0, "Let running requests finish for this many seconds when the cluster stops.", minimum=0.0
+    )
     node_wait_s: float = flag(
         60.0,
-        "Seconds that a request waits while no node can take it, as until a dead node has restarted; 0 refuses the "
-        "request.",
+        "Let a request wait this many seconds for a node that can take it, as until a dead node has "
+        "restarted; 0 refuses it.",
         minimum=0.0,
     )
     ray: str = flag(
-        "", "Ray cluster whose hosts run the nodes: HOST:PORT, or no value for this machine's cluster.", bare=LOCAL_RAY
+        "",
+        "Run the nodes on the hosts of this Ray cluster: HOST:PORT, or no value for this machine's cluster.",
+        bare=LOCAL_RAY,
     )
-    ray_cpus: int = flag(1, "CPUs that each rank takes on Ray.", minimum=1, maximum=1024)
+    ray_cpus: int = flag(1, "Reserve this many CPUs of Ray for each rank.", minimum=1, maximum=1024)
 
 
 def num_nodes(settings: ClusterSettings, *, embeds: bool = False) -> dict[str, int]:

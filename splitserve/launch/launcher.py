@@ -30,6 +30,7 @@ from serving_core.net.ports import EVERY_ADDRESS, SocketFolder, before_port
 from serving_core.net.tls import SCHEME, TlsFiles, hosts_of
 from splitserve.client.clients import AsyncClient
 from splitserve.client.errors import ClientError, Unavailable
+from splitserve.launch.choices import choices
 from splitserve.launch.cluster import (
     COORDINATOR,
     LOOPBACK,
@@ -101,6 +102,8 @@ class Cluster:
         """Initial number of nodes in each role."""
         self._processes = plan_cluster(settings, passed, model, place, embeds=embeds)
         check_processes(self._processes, are_here=not settings.ray)
+        self.choices: Final = choices(self._processes, self.num_nodes, len(place.cpus))
+        """Lines that say what was chosen for this cluster, and why."""
         self.log_dir = log_folder(settings.log_dir)
         self._kept_logs = keep_latest(self.log_dir)
         self._sockets.make()

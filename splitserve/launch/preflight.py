@@ -100,7 +100,7 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
 
 def missing_kernels(settings: EngineSettings) -> str:
     """Return a sentence on the cost of missing compiled kernels; empty if they exist or are not used."""
-    return NO_KERNELS if _on_cpu(settings) and wanted_variants() and native_library() is None else ""
+    return NO_KERNELS if on_cpu(settings) and wanted_variants() and native_library() is None else ""
 
 
 def _check_memory(num_nodes: int, engines: Sequence[tuple[EngineSettings, ModelConfig]], tier_bytes: int) -> None:
@@ -117,7 +117,7 @@ def _check_memory(num_nodes: int, engines: Sequence[tuple[EngineSettings, ModelC
     weight_bytes, pool_bytes = sum(need.weight_bytes for need in each), sum(need.pool_bytes for need in each)
     available = available_bytes()
     needed = weight_bytes + pool_bytes + tier_bytes
-    if _on_cpu(engines[0][0]) and needed > available:
+    if on_cpu(engines[0][0]) and needed > available:
         tiers = f", --kv-host-bytes {size_of(tier_bytes)}" if tier_bytes else ""
         raise SettingsError(
             f"{num_nodes} nodes need {size_of(needed)} of memory (weights {size_of(weight_bytes)}, "
@@ -126,7 +126,7 @@ def _check_memory(num_nodes: int, engines: Sequence[tuple[EngineSettings, ModelC
         )
 
 
-def _on_cpu(settings: EngineSettings) -> bool:
+def on_cpu(settings: EngineSettings) -> bool:
     """Return whether a node will compute on CPUs; for --device auto, as far as known without torch."""
     return settings.device == "cpu" or (settings.device == "auto" and not _has_cuda_driver())
 
