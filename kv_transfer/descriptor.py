@@ -33,11 +33,12 @@ _SCHEMES = {"zmq": ("tcp", "ipc"), "torch_dist": ("dist",)}
 
 
 def endpoint_of(kv_transport: str, kv_bind: str, rank: int) -> str:
-    """Return the endpoint of one rank.
+    """Return the endpoint on which one rank of a node listens for KV blocks, such as tcp://127.0.0.1:5600.
 
-    With an empty `kv_bind` the endpoint is a free port on loopback. Otherwise each rank gets its own port (HOST:PORT +
-    rank) or path (PATH.rank). IPv6 addresses are put in brackets, and the name of a network interface is replaced with
-    its address. Raises SettingsError if the endpoint belongs to another transport.
+    `kv_transport` is one of KV_TRANSPORTS, `kv_bind` the value of --kv-bind. With an empty `kv_bind` the endpoint is a
+    free port on loopback. Otherwise each rank gets its own port (HOST:PORT + rank) or path (PATH.rank). IPv6 addresses
+    are put in brackets, and the name of a network interface is replaced with its address. Raises SettingsError if the
+    endpoint belongs to another transport, or its port is missing or above MAX_PORT.
     """
     schemes = _SCHEMES[kv_transport]
     if not kv_bind:
@@ -61,7 +62,7 @@ def endpoint_of(kv_transport: str, kv_bind: str, rank: int) -> str:
 
 
 def address_of_interface(name: str) -> str | None:
-    """Return the address of a network interface, or None if the interface has no usable address.
+    """Return an address of the network interface with this name; None if it has no usable one.
 
     The IPv4 address comes first, then an IPv6 address that is not link-local.
     """
@@ -71,13 +72,13 @@ def address_of_interface(name: str) -> str | None:
 
 
 def host_of(endpoint: str) -> str | None:
-    """Return the host that an endpoint listens on, or None if only this machine can reach the endpoint."""
+    """Return the host that an endpoint listens on; None for an ipc endpoint, which only this machine can reach."""
     scheme, _, place = endpoint.partition("://")
     return None if scheme == "ipc" else place.rpartition(":")[0]
 
 
 def holder_address_of(kv_transport: str, kv_bind: str) -> tuple[str, int]:
-    """Return host and port at which a node serves distributed KV.
+    """Return the host and the port at which a node serves distributed KV.
 
     The port is MAX_TP above the port of `kv_bind`, behind the ports of all possible ranks, or 0 (any free port) if
     `kv_bind` has no port. Raises SettingsError as `endpoint_of` does, and if the port is above MAX_PORT.
@@ -189,10 +190,11 @@ class TransferDescriptor:
         decode_pp: int = 1,
         behind: bytes = b"",
     ) -> "TransferDescriptor":
-        """Return a descriptor with new random transfer ids.
+        """Return a descriptor with new random transfer ids, one for each channel.
 
-        `addresses` holds the address of each decode rank, in rank order. Raises TransferError if their number differs
-        from the number of decode ranks, or if a size is out of range.
+        `addresses` holds the address of each decode rank, in rank order. The other arguments are fields of the
+        descriptor. Raises TransferError if the number of addresses differs from the number of decode ranks, or if a
+        size is out of range.
         """
         senders, receivers = Grid(prefill_tp, prefill_pp), Grid(decode_tp, decode_pp)
         _check_grid("prefill", senders, layout.num_layers)
@@ -209,20 +211,20 @@ class TransferDescriptor:
 
     @property
     def senders(self) -> Grid:
-        """Return the grid of the prefill ranks."""
+        """Return the grid of the prefill ranks: their numbers per stage and of stages."""
         return Grid(self.prefill_tp, self.prefill_pp)
 
     @property
     def receivers(self) -> Grid:
-        """Return the grid of the decode ranks."""
+        """Return the grid of the decode ranks: their numbers per stage and of stages."""
         return Grid(self.decode_tp, self.decode_pp)
 
     def channels_from(self, prefill_rank: int) -> list[tuple[KVCopy, Channel]]:
-        """Return the channels that begin at this prefill rank; the list may be empty."""
+        """Return the channels that begin at this prefill rank, each with the copy that it makes; perhaps none."""
         return [(copy, channel) for copy, channel in self._channels if copy.source_rank == prefill_rank]
 
     def channels_to(self, decode_rank: int) -> list[tuple[KVCopy, Channel]]:
-        """Return the channels that end at this decode rank; there is at least one."""
+        """Return the channels that end at this decode rank, each with the copy that it makes; at least one."""
         return [(copy, channel) for copy, channel in self._channels if copy.destination_rank == decode_rank]
 
     def encode(self) -> bytes:

@@ -22,7 +22,7 @@ Buffer = Any
 
 
 def blocks_per_message(layout: KVLayout) -> int:
-    """Return how many blocks of one layer fit in a message, valid for every layer of `layout`.
+    """Return how many blocks of one layer fit in a message, for every layer of `layout`; at least 1.
 
     Raises TransferError if a single block exceeds MAX_PAYLOAD_BYTES.
     """
@@ -33,14 +33,11 @@ def blocks_per_message(layout: KVLayout) -> int:
 
 
 class Payload(ABC):
-    """Handle one kind of buffer for KV transfers."""
+    """Handles one kind of buffer for KV transfers: checksums, joins and cuts it."""
 
     @abstractmethod
     def checksum(self, keys: Buffer, values: Buffer) -> int:
-        """Return a checksum of at most 64 bits of the keys and values of at least one block.
-
-        `values` may be empty.
-        """
+        """Return a checksum, at most 64 bits, of the keys and values of at least one block; `values` may be empty."""
 
     def checksums(self, caches: Sequence[Buffer]) -> list[int]:
         """Return the checksum of each pair in `caches`, which alternates keys and values of several blocks."""
@@ -48,10 +45,10 @@ class Payload(ABC):
 
     @abstractmethod
     def joined(self, views: Sequence[Buffer]) -> Buffer:
-        """Return one buffer with a copy of all views."""
+        """Return one new buffer that holds all views, one behind the other."""
 
     def gather(self, views: Sequence[Buffer]) -> list[Buffer]:
-        """Return the bytes of `views` as non-empty frames.
+        """Return the bytes of `views`, in order, as non-empty frames.
 
         Views of at least MIN_FRAME_BYTES become frames without a copy; shorter neighbors are copied together.
         """
@@ -91,7 +88,7 @@ class Payload(ABC):
 
 
 class HostPayload(Payload):
-    """Handle memoryviews of single bytes in host memory.
+    """Handles memoryviews of single bytes in host memory.
 
     The checksum is XXH3 with 64 bits; the checksum of the keys is the seed for the values. Accidental corruption passes
     about once in 2**63 times. The checksum does not protect against forgery.
@@ -108,7 +105,7 @@ HOST: Payload = HostPayload()
 
 
 class KVStore(Protocol):
-    """Give access to the KV blocks of one rank, as buffers of the kind that the transport's Payload handles."""
+    """Gives access to the KV blocks of one rank, as buffers of the kind that the transport's Payload handles."""
 
     @property
     def layout(self) -> KVLayout:
@@ -123,9 +120,9 @@ class KVStore(Protocol):
         ...
 
     def read(self, layer: int, block_ids: Sequence[int]) -> tuple[Buffer, Buffer]:
-        """Return keys and values of these blocks, in this order, for one layer of the model that the store holds."""
+        """Return keys and values of these blocks, in this order, for one layer (its number in the model)."""
         ...
 
     def write(self, layer: int, block_ids: Sequence[int], keys: Buffer, values: Buffer) -> None:
-        """Write keys and values, in the format of `read`, into these blocks of one layer."""
+        """Write keys and values, as `read` returns them, into these blocks of one layer."""
         ...

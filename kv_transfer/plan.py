@@ -23,7 +23,7 @@ ANY_LAYER: Final = range(1)  # without pipeline stages the plan is the same in e
 
 
 class Grid(NamedTuple):
-    """Describe the ranks of a node, which are numbered stage by stage."""
+    """The ranks of a node: `pp` pipeline stages of `tp` ranks each, numbered stage by stage."""
 
     tp: int  # ranks of each stage
     pp: int = 1  # pipeline stages
@@ -34,7 +34,7 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Describe the layers and KV heads of one rank, both counted over the whole model."""
+    """The layers and KV heads that one rank holds, both counted over the whole model."""
 
     layers: range
     heads: range
@@ -42,7 +42,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class KVCopy:
-    """Describe one copy that is made for every block and every layer in `layers`.
+    """A copy from one rank to another, which is made for every block and every layer in `layers`.
 
     Both head ranges have the same length, and each is counted from the first head of its own rank.
     """
@@ -57,9 +57,10 @@ class KVCopy:
 def plan_copies(sources: Sequence[Holding], destinations: Sequence[Holding]) -> list[KVCopy]:
     """Return the copies that give every destination each of its heads in each of its layers exactly once.
 
-    The list is ordered by destination, with as few and as long copies as possible. If the sources form a grid of
-    pipeline stages and head shares, there is at most one copy for each pair of ranks. If several sources hold a head,
-    the destinations are spread over these sources. Raises TransferError if no source holds a wanted head.
+    A rank's number is its place in `sources` or `destinations`. The list is ordered by destination, with as few and as
+    long copies as possible. If the sources form a grid of pipeline stages and head shares, there is at most one copy
+    for each pair of ranks. If several sources hold a head, the destinations are spread over these sources. Raises
+    TransferError if no source holds a wanted head.
     """
     num_wanted: Counter[tuple[int, int]] = Counter()  # destinations that have asked for a head, by (first layer, head)
     copies = []
@@ -79,7 +80,7 @@ def plan_copies(sources: Sequence[Holding], destinations: Sequence[Holding]) -> 
 
 @lru_cache(maxsize=MAX_KNOWN_PLANS)
 def plan_nodes(prefill: Grid, decode: Grid, num_kv_heads: int, layers: range) -> tuple[KVCopy, ...]:
-    """Return the copies from a prefill node to a decode node that both hold `layers`.
+    """Return the copies from a prefill node to a decode node, given the grids of their ranks; both hold `layers`.
 
     A plan is worked out once for each pair of grids, not for each transfer. Raises TransferError as `holdings` does.
     """
@@ -87,7 +88,7 @@ def plan_nodes(prefill: Grid, decode: Grid, num_kv_heads: int, layers: range) ->
 
 
 def holdings(grid: Grid, num_kv_heads: int, layers: range) -> list[Holding]:
-    """Return what each rank of a node holds, in rank order.
+    """Return the layers and KV heads that each rank of a node holds, in rank order.
 
     Raises TransferError for sizes below 1 and for more stages than layers.
     """
@@ -99,7 +100,7 @@ def holdings(grid: Grid, num_kv_heads: int, layers: range) -> list[Holding]:
 
 
 def describe(prefill: Grid, decode: Grid, num_kv_heads: int, layers: range = ANY_LAYER) -> list[str]:
-    """Return the plan in words, one line for each fact.
+    """Return the plan of plan_nodes in words, one line for each fact.
 
     The lines say what every rank holds, what every channel sends with its share of the bytes, and how many bytes are
     sent in total. Raises TransferError as `holdings` does.

@@ -43,7 +43,7 @@ from serving_core.sharding import rank_layout
 
 
 class Alarm:
-    """Call a function at a time of the running loop's clock, perhaps a little early."""
+    """Calls a function at a time of the running loop's clock, perhaps a little early."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback = callback
@@ -52,7 +52,7 @@ class Alarm:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, at: float | None) -> None:
-        """Move the alarm; None switches it off."""
+        """Call the function at this time of the loop's clock instead of the time set before; None: not at all."""
         if at == self._at:
             return
         if self._timer is not None:
@@ -72,23 +72,26 @@ REMEMBER_S = 300.0
 
 
 class ChannelOwner(Protocol):
-    """Receive the events of a channel of one transfer."""
+    """Takes the events of the channels of one transfer."""
 
     def reply(self, peer: Hashable, message: Committed | Missing | Refused) -> None:
-        """Send a message to the peer, which is None if no message has come."""
+        """Send a message to `peer`, the sender of the channel's last message.
+
+        `peer` is None if no message has come; nothing is sent then.
+        """
 
     def channel_wrote(self, num_bytes: int) -> None:
-        """Note that `num_bytes` bytes of blocks are verified and in place."""
+        """Count `num_bytes` bytes of blocks that were verified and written."""
 
     def channel_found_corrupt(self, num_blocks: int) -> None:
-        """Note that `num_blocks` blocks were in segments that failed their checksum."""
+        """Count `num_blocks` blocks that were in segments with a wrong checksum."""
 
     def channel_ended(self, channel: "ReceivingChannel", result: Received | TransferFailed) -> None:
-        """Take the result; called once, immediately at the end. Nothing is written afterwards."""
+        """Take the result of a channel; called once, immediately at its end. Nothing is written afterwards."""
 
 
 class ReceivingChannel:
-    """Write the blocks of one channel into a store until the session ends.
+    """Writes the blocks of one channel into a store until the session ends.
 
     The store holds exactly the heads and at least the layers of the channel.
     """
@@ -107,13 +110,13 @@ class ReceivingChannel:
         self._alarm.set(self.session.expires_at)
 
     def take(self, peer: Hashable, message: Data | Finish | Abort, frames: Sequence[Buffer]) -> None:
-        """Handle a message of this channel and its frames."""
+        """Handle a message of this channel and its frames, and reply to `peer`."""
         reach("arrived")
         self._peer = peer
         self._handle(message, frames)
 
     def cancel(self) -> None:
-        """End the channel, unless it has ended."""
+        """End the channel with a failure, unless it has ended."""
         if self.session.is_open:
             self._handle(Cancel())
 
@@ -169,19 +172,19 @@ class ReceivingChannel:
 
 
 class EndedChannels:
-    """Keep ended sessions, which still reply: at most MAX_ENDED, for REMEMBER_S each."""
+    """Keeps the sessions of ended channels, which still reply: at most MAX_ENDED, for REMEMBER_S each."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[bytes, tuple[float, ReceiverSession]] = OrderedDict()  # oldest first
 
     def add(self, session: ReceiverSession, now: float) -> None:
-        """Keep a session until now + REMEMBER_S."""
+        """Keep a session until now + REMEMBER_S, and drop the oldest one above MAX_ENDED."""
         self._sessions[session.channel.transfer_id] = (now + REMEMBER_S, session)
         if len(self._sessions) > MAX_ENDED:
             self._sessions.popitem(last=False)
 
     def get(self, transfer_id: bytes, now: float) -> ReceiverSession | None:
-        """Return the session of a transfer, or None if there is none."""
+        """Return the kept session of the channel with this id; None if there is none. Drops expired sessions."""
         while self._sessions and next(iter(self._sessions.values()))[0] <= now:
             self._sessions.popitem(last=False)
         _, session = self._sessions.get(transfer_id, (now, None))
@@ -198,12 +201,15 @@ OnReceiving = Callable[[], None]
 
 
 class KVReceiver:
-    """Receive blocks into one rank's store, where it has reserved them. Belongs to the event loop that created it."""
+    """Receives blocks into one rank's store, where they are reserved. Belongs to the event loop that created it."""
 
     def __init__(
         self, transport: Listener, store: KVStore, *, rank: int = 0, tp_size: int = 1, pp_size: int = 1
     ) -> None:
-        """Create a receiver. Raises TransferError if a block of the store is too large to be sent."""
+        """Start the transport, whose messages this receiver takes.
+
+        Raises TransferError if a block of the store is too large to be sent.
+        """
         blocks_per_message(store.layout)
         self.num_bytes = 0  # of blocks that are verified and written
         self.num_messages = 0
@@ -225,17 +231,17 @@ class KVReceiver:
 
     @property
     def address(self) -> str:
-        """Return the address of this rank's channels, for a descriptor."""
+        """Return the address at which senders reach this rank, for a descriptor."""
         return self.transport.address
 
     @property
     def num_open(self) -> int:
-        """Return the number of transfers that may still write."""
+        """Return the number of transfers that may still write to the store."""
         return len(self._open)
 
     @property
     def num_channels(self) -> int:
-        """Return the number of open channels; 0 without open transfers."""
+        """Return the number of open channels of all transfers."""
         return len(self._channels)
 
     def expect(
@@ -245,7 +251,7 @@ class KVReceiver:
         on_done: OnReceived,
         on_receiving: OnReceiving | None = None,
     ) -> None:
-        """Open these blocks, cached ones included, to the descriptor's channels that end at this rank.
+        """Accept a transfer: open these blocks, cached ones included, to the descriptor's channels that end here.
 
         on_done is called once, from the loop: with success if every channel has committed, else with the first failure.
         Nothing is written to the blocks afterwards. on_receiving is called before it, from the loop, at the first
@@ -260,7 +266,7 @@ class KVReceiver:
         self._channels.update({channel.session.channel.transfer_id: channel for channel in transfer.channels})
 
     def cancel(self, epoch: int) -> None:
-        """End a transfer, unless it has ended."""
+        """End the transfer with this epoch, unless it has ended; its on_done gets a failure."""
         if transfer := self._open.get(epoch):
             transfer.cancel()
 
@@ -273,19 +279,19 @@ class KVReceiver:
         await self.transport.close()
 
     def reply(self, peer: Hashable, message: Committed | Missing | Refused) -> None:
-        """Send a reply for a channel."""
+        """Send a channel's reply to `peer`, and count refusals; without a peer nothing is sent."""
         if isinstance(message, Refused):
             self.num_refused += 1
         if peer is not None:
             self.transport.reply(peer, encode(message))
 
     def channel_ended(self, channel: ReceivingChannel) -> None:
-        """Keep the session of an ended channel."""
+        """Move an ended channel's session to those that only reply."""
         del self._channels[channel.session.channel.transfer_id]
         self._ended.add(channel.session, self._loop.time())
 
     def conclude(self, epoch: int, on_done: OnReceived, result: Received | TransferFailed) -> None:
-        """End a transfer, and call `on_done` from the loop."""
+        """Forget an ended transfer, count its failure or its seconds, and call `on_done` from the loop."""
         transfer = self._open.pop(epoch)
         if isinstance(result, TransferFailed):
             self.num_failed += 1

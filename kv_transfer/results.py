@@ -9,23 +9,26 @@ from serving_core.errors import SplitServeError
 
 
 class TransferError(SplitServeError):
-    """Report a descriptor, message or layout that the KV transfer cannot accept."""
+    """A descriptor, message or layout that the KV transfer cannot accept."""
 
 
 class RemoteKVRevoked(TransferError):
-    """Report that a KV holder revokes blocks of distributed KV."""
+    """A KV holder has revoked blocks of distributed KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Report that the receiver has committed. `num_bytes` counts every block once, however often it was sent."""
+    """The sender's result of a transfer that the receiver has committed.
+
+    `num_bytes` counts every block once, however often it was sent.
+    """
 
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Report that every block is verified and in place.
+    """The receiver's result of a transfer whose blocks are all verified and written.
 
     `tail` holds the bytes that the sender's caller passed to `finish`; `num_bytes` counts the received blocks.
     """
@@ -36,7 +39,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """Report that a transfer failed and nothing may be read from the receiver's blocks.
+    """The result of a failed transfer: nothing may be read from the receiver's blocks.
 
     `reason` is a value from serving_core.reasons; `message` gives details.
     """
@@ -51,7 +54,7 @@ Done = TypeVar("Done", Sent, Received)
 def combined(results: Sequence[Done | TransferFailed]) -> Done | TransferFailed:
     """Return the result of a transfer from the results of its parts, of which there is at least one.
 
-    The result is the first failure in the given order, else the sum of the bytes. Parts with different tails are a
+    It is the first failure in the given order, else success with the sum of the bytes. Parts with different tails are a
     failure.
     """
     done: list[Done] = []

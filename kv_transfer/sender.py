@@ -40,23 +40,23 @@ logger = logging.getLogger(__name__)
 
 
 class ChannelOwner(Protocol):
-    """Receive the events of a channel of one transfer."""
+    """Takes the events of the channels of one transfer."""
 
     def channel_sent(self, num_bytes: int) -> None:
-        """Note that a message with `num_bytes` bytes of blocks was sent."""
+        """Count one message with `num_bytes` bytes of blocks that was passed to the transport."""
 
     def channel_caught_up(self) -> None:
-        """Note that all ready blocks have left; called at most once."""
+        """Note that a channel has sent all ready blocks; called at most once for each channel."""
 
     def channel_ended(self, result: Sent | TransferFailed) -> None:
-        """Take the result; called once, immediately at the end."""
+        """Take the result of a channel; called once, immediately at its end."""
 
     def channel_released(self) -> None:
-        """Note that the channel `is_over`: ended, with its blocks released by the transport."""
+        """Note that a channel `is_over`: it has ended, and the transport has released its blocks."""
 
 
 class SendingChannel:
-    """Send the blocks of one store over one channel.
+    """Sends the blocks of one store over one channel.
 
     The store holds exactly the heads and at least the layers of the channel.
     """
@@ -84,7 +84,7 @@ class SendingChannel:
         return self._has_ended and not self._held
 
     def blocks_ready(self, block_ids: Sequence[int], layers: range) -> None:
-        """Report leading blocks that are final in these layers.
+        """Send leading blocks, which are final in these layers of the model.
 
         As SendingTransfer.blocks_ready, but the caller must not change `block_ids` afterwards.
         """
@@ -93,7 +93,7 @@ class SendingChannel:
         self.handle(BlocksReady(len(block_ids), len(range(ours.start, min(ours.stop, layers.stop)))))
 
     def finish(self, block_ids: Sequence[int], tail: bytes) -> None:
-        """Report that all blocks are final.
+        """Send the rest of these blocks, all of which are final, then the tail.
 
         As SendingTransfer.finish, but the caller must not change `block_ids` afterwards.
         """
@@ -108,7 +108,7 @@ class SendingChannel:
         self.handle(Cancel())
 
     def handle(self, event: Event) -> None:
-        """Pass an event to the session and carry out its actions."""
+        """Pass an event to the session, and carry out the actions that it returns."""
         for action in self._session.handle(event, self._loop.time()):
             match action:
                 case SendBlocks(ranges=ranges):
@@ -170,7 +170,7 @@ class SendingChannel:
 
 
 class NoChannel:
-    """Replace the channels of a rank that sends nothing because other ranks hold the same heads.
+    """Stands for the channels of a rank that sends nothing because other ranks hold the same heads.
 
     It ends as channels do: with success once the request is finished, or with a failure by cancel or expiry.
     """
@@ -185,7 +185,7 @@ class NoChannel:
         self._alarm.set(self._expires_at)
 
     def blocks_ready(self, block_ids: Sequence[int], layers: range) -> None:
-        """Report that nothing is left to send, at the first call."""
+        """Tell the owner, at the first call, that all ready blocks are sent."""
         if not self._has_begun:
             self._has_begun = True
             self._owner.channel_caught_up()
@@ -220,7 +220,7 @@ OnCaughtUp = Callable[[], None]
 
 
 class KVSender:
-    """Send one rank's blocks to the receivers that descriptors name. Belongs to the event loop that created it."""
+    """Sends one rank's blocks to the receivers that descriptors name. Belongs to the event loop that created it."""
 
     def __init__(
         self,
@@ -232,9 +232,9 @@ class KVSender:
         pp_size: int = 1,
         deadline_s: float,
     ) -> None:
-        """Create a sender.
+        """Start the transport, whose replies this sender takes.
 
-        `deadline_s` limits the time from a transfer's finish to its commit. Raises TransferError if a block of the
+        `deadline_s` limits the seconds from a transfer's finish to its commit. Raises TransferError if a block of the
         store is too large to be sent.
         """
         blocks_per_message(store.layout)
@@ -259,18 +259,20 @@ class KVSender:
 
     @property
     def num_open(self) -> int:
-        """Return the number of transfers whose on_done has not been called."""
+        """Return the number of transfers that have not ended: their on_done has not been called."""
         return len(self._open)
 
     @property
     def num_channels(self) -> int:
-        """Return the number of open channels; 0 without open transfers."""
+        """Return the number of open channels of all transfers."""
         return len(self._channels)
 
     def start(self, descriptor: bytes, on_done: OnSent, on_caught_up: OnCaughtUp | None = None) -> "SendingTransfer":
-        """Begin this rank's part of a transfer: all channels that begin here.
+        """Begin this rank's part of the transfer that `descriptor`, encoded, describes; return the transfer.
 
-        Raises TransferError if the descriptor is invalid, does not fit this rank, or if it or its epoch is in use.
+        Dials the receivers of all channels that begin here. The callbacks are those of SendingTransfer. Raises
+        TransferError if the descriptor is invalid, does not fit this rank, or if it or its epoch is in use, or MAX_OPEN
+        transfers are open.
         """
         if self._is_closed or len(self._open) >= MAX_OPEN:
             raise TransferError(f"no further transfer can be started: {len(self._open)} of {MAX_OPEN} are open")
@@ -286,7 +288,10 @@ class KVSender:
         return transfer
 
     async def close(self) -> None:
-        """Cancel open transfers, and return when every on_done has been called."""
+        """Cancel open transfers and close the transport; return when every on_done was called.
+
+        Raises TimeoutError after CLOSE_TIMEOUT_S seconds.
+        """
         self._is_closed = True
         for transfer in list(self._open.values()):
             transfer.cancel()
@@ -335,7 +340,7 @@ class KVSender:
 
 
 class SendingTransfer:
-    """Send one rank's part of a transfer.
+    """Sends one rank's part of a transfer.
 
     The caller keeps the blocks unchanged until on_done is called, once, from the loop: with success if every channel is
     committed, else with the first failure.
@@ -367,7 +372,7 @@ class SendingTransfer:
         self._num_behind = len(self._parts)  # channels that have not caught up
 
     def blocks_ready(self, block_ids: Sequence[int], num_layers: int | None = None) -> None:
-        """Report the leading blocks that are final in the leading `num_layers` layers of this rank; None: in all.
+        """Send the leading blocks, which are final in the leading `num_layers` layers of this rank; None: in all.
 
         The list may grow only once its earlier blocks are final in all layers.
         """
@@ -376,36 +381,39 @@ class SendingTransfer:
             channel.blocks_ready(ids, layers)
 
     def finish(self, block_ids: Sequence[int], tail: bytes) -> None:
-        """Report that these are all blocks and all are final. `tail` is passed to the receivers' callers."""
+        """Send the rest of these blocks, which are all of the request's and all final, then commit.
+
+        `tail` is passed to the receivers' callers.
+        """
         ids = tuple(block_ids)
         for channel in self._parts:
             channel.finish(ids, tail)
 
     def cancel(self) -> None:
-        """End the transfer as soon as the transport releases its blocks."""
+        """End the transfer with a failure as soon as the transport releases its blocks."""
         for channel in self._parts:
             channel.cancel()
 
     def channel_sent(self, num_bytes: int) -> None:
-        """Implement ChannelOwner."""
+        """Count one message with `num_bytes` bytes of blocks."""
         self._sender.num_messages += 1
         self._sender.num_bytes += num_bytes
 
     def channel_caught_up(self) -> None:
-        """Implement ChannelOwner."""
+        """Call on_caught_up, from the loop, once all channels have sent every ready block."""
         self._num_behind -= 1
         if self._num_behind == 0 and self._on_caught_up is not None:
             asyncio.get_running_loop().call_soon(self._on_caught_up)
 
     def channel_ended(self, result: Sent | TransferFailed) -> None:
-        """Implement ChannelOwner."""
+        """Take a channel's result; after a failure cancel the other channels."""
         self._results.append(result)
         if isinstance(result, TransferFailed):
             self.cancel()
         self.channel_released()
 
     def channel_released(self) -> None:
-        """Implement ChannelOwner."""
+        """Call on_done with the combined result, from the loop, once all channels are over."""
         if not self._has_concluded and all(channel.is_over for channel in self._parts):
             self._has_concluded = True
             asyncio.get_running_loop().call_soon(self._on_done, combined(self._results))

@@ -41,7 +41,7 @@ def pack(fields: list[Any]) -> bytes:
 
 
 def unpack(packed: bytes | memoryview, max_bytes: int) -> list[Any]:
-    """Return the fields of one packed list.
+    """Return the fields of one list that `pack` packed.
 
     Raises TransferError if `packed` exceeds `max_bytes` or is not one msgpack list.
     """
@@ -57,7 +57,7 @@ def unpack(packed: bytes | memoryview, max_bytes: int) -> list[Any]:
 
 
 def pack_checked(fields: list[Any]) -> bytes:
-    """Return the fields as msgpack behind a CRC-32 of four bytes, big-endian."""
+    """Return a CRC-32 of four bytes, big-endian, and the fields as msgpack behind it."""
     packed = pack(fields)
     return zlib.crc32(packed).to_bytes(4, "big") + packed
 
@@ -108,7 +108,7 @@ MAX_CHECKSUM = 2**64 - 1
 
 
 class Refusal(StrEnum):
-    """Name why a message was refused."""
+    """Why a receiver refused a message."""
 
     UNKNOWN_TRANSFER = "unknown_transfer"
     WRONG_EPOCH = "wrong_epoch"
@@ -123,7 +123,7 @@ _REFUSALS = {refusal.value: refusal for refusal in Refusal}
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
-    """Name blocks first, first + 1, ... of one layer, by their position in the request's block table."""
+    """Some consecutive blocks of one layer: first, first + 1, ..., by their position in the request's block table."""
 
     layer: int
     first: int
@@ -139,7 +139,7 @@ class BlockRange:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Name a block range of a Data message, with the checksum of its bytes by the transport's Payload."""
+    """A block range of a Data message, with the checksum of its bytes by the transport's Payload."""
 
     layer: int
     first: int
@@ -225,7 +225,7 @@ Message = Data | Finish | Abort | Committed | Missing | Refused
 
 
 def encode(message: Message) -> bytes:
-    """Return the header of a message."""
+    """Return the header of a message as bytes, which `decode` reads."""
     return pack_checked(_fields(message))
 
 

@@ -11,7 +11,7 @@ from decode_node.preallocation import Preallocation
 from decode_node.preemption import Preemption
 from decode_node.scheduler import DecodeScheduler, next_step
 from decode_node.speculation import DraftModel, Speculation
-from kv_transfer.distributed_kv.wire import Asker
+from kv_transfer.distributed_kv.wire import TileRequest
 from kv_transfer.results import Received, Sent, TransferFailed
 from prefill_node.scheduler import PrefillScheduler
 from protos import convert, fleet_pb2, inference_pb2
@@ -559,14 +559,14 @@ class NodeScheduler:
         self.distributed_kv.opened(node_request, remote_kv, now)
         self._admit()
 
-    def lease_remote_kv(self, number: int, most_tiles: int, asker: Asker, now: float) -> list[int]:
+    def lease_remote_kv(self, number: int, most_tiles: int, tile_request: TileRequest, now: float) -> list[int]:
         """Return blocks for tiles of another node's request; the list may be empty.
 
         If the request asks again, room is made for it.
         """
         if self.is_draining or self.distributed_kv is None:
             return []
-        block_ids = self.distributed_kv.lease_remote_kv(number, most_tiles, asker, now)
+        block_ids = self.distributed_kv.lease_remote_kv(number, most_tiles, tile_request, now)
         self._admit()
         return block_ids
 

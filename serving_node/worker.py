@@ -8,7 +8,7 @@ cannot tell them apart. Synchronous: a port may call the worker back while it ca
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kv_transfer.distributed_kv.wire import Asker
+from kv_transfer.distributed_kv.wire import TileRequest
 from kv_transfer.results import Received, Sent, TransferFailed
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
@@ -162,9 +162,9 @@ class Worker:
         self.scheduler.opened(node_request, remote_kv, self._clock.time())
         self.carry_out()
 
-    def lease_remote_kv(self, number: int, most_tiles: int, asker: Asker) -> list[int]:
+    def lease_remote_kv(self, number: int, most_tiles: int, tile_request: TileRequest) -> list[int]:
         """Lease blocks to another node. Evicted contents are copied to KV offload before the other node writes."""
-        block_ids = self.scheduler.lease_remote_kv(number, most_tiles, asker, self._clock.time())
+        block_ids = self.scheduler.lease_remote_kv(number, most_tiles, tile_request, self._clock.time())
         self.carry_out()
         return block_ids
 

@@ -71,11 +71,14 @@ class RemoteKV(Protocol):
     def is_silent(self) -> bool:
         """Return whether a call failed because the KV holder did not answer in time."""
 
-    def ask(self, layer: int, query: memoryview) -> None:
-        """Send the query of one row, in the pool's compute dtype, to the KV holder, whose partials `answer` returns."""
+    def send_query(self, layer: int, query: memoryview) -> None:
+        """Send the query of one row, in the pool's compute dtype, to the KV holder.
 
-    def answer(self, layer: int) -> memoryview:
-        """Wait for the partials, float32 [num_tiles, partial_floats], of the row that `ask` sent for this layer."""
+        `receive_partials` returns the result.
+        """
+
+    def receive_partials(self, layer: int) -> memoryview:
+        """Wait for the partials, float32 [num_tiles, partial_floats], of the row that `send_query` sent."""
 
     def carry(self, layer: int, queries: memoryview, partials: memoryview) -> memoryview:
         """Send rows to the KV holder; return their partials [rows, partial_floats] over all keys up to its last one.
@@ -139,11 +142,11 @@ class DistributedAttention:
 
     def _attend_row(self, query: torch.Tensor, layer: int, plan: _RowPlan) -> torch.Tensor:
         for remote_kv in self._remote_kvs:
-            remote_kv.ask(layer, _bytes_of(query))
+            remote_kv.send_query(layer, _bytes_of(query))
         self._attention.attend(query, layer, plan.own)
         at = 0
         for remote_kv in self._remote_kvs:
-            partials = np.frombuffer(remote_kv.answer(layer), np.float32).reshape(remote_kv.num_tiles, -1)
+            partials = np.frombuffer(remote_kv.receive_partials(layer), np.float32).reshape(remote_kv.num_tiles, -1)
             plan.from_holders[at : at + remote_kv.num_tiles] = partials
             at += remote_kv.num_tiles
         return self._attention.attend(query, layer, plan.merging)

@@ -9,7 +9,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
-from kv_transfer.distributed_kv.wire import ASKER_BYTES, KEY_BYTES, Asker, Header, Kind, hear, hear_payload, tell
+from kv_transfer.distributed_kv.wire import (
+    KEY_BYTES,
+    TILE_REQUEST_BYTES,
+    Header,
+    Kind,
+    TileRequest,
+    receive_header,
+    receive_payload,
+    send_message,
+)
 from kv_transfer.results import TransferError
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
@@ -25,7 +34,7 @@ MAX_ROWS: Final = 1024  # of queries in one message
 
 
 class Partials(Protocol):
-    """Compute partial attention over held tiles."""
+    """Computes partial attention over tiles of KV held for other nodes (engine/attention/distributed.py)."""
 
     @property
     def row_bytes(self) -> int: ...
@@ -37,7 +46,7 @@ class Partials(Protocol):
 
 
 class Pool(Protocol):
-    """Define the pool into which tiles are written."""
+    """The KV pool into which tiles are written."""
 
     @property
     def layout(self) -> KVLayout: ...
@@ -46,10 +55,10 @@ class Pool(Protocol):
 
 
 class KVHolder:
-    """Serve tiles of other nodes' requests.
+    """Serves KV tiles of other nodes' requests: holds them in the pool, and computes their part of attention.
 
-    `lease` takes a number, the most tiles and the asker, and returns the blocks of as many tiles as there is room for;
-    `release` returns them. Threads of this object call both.
+    `lease` takes the number of a connection, the most tiles wanted and the TileRequest, and returns the blocks of as
+    many tiles as there is room for; `release` takes the number and frees them. Threads of this object call both.
     """
 
     def __init__(
@@ -59,11 +68,15 @@ class KVHolder:
         key: bytes,
         pool: Pool,
         partials: Partials,
-        lease: Callable[[int, int, Asker], list[int]],
+        lease: Callable[[int, int, TileRequest], list[int]],
         release: Callable[[int], None],
         tile_tokens: int,
     ) -> None:
-        """Listen; port 0 is any free one. Raises SettingsError if it cannot."""
+        """Begin to listen at `address` and `port`; port 0 is any free one.
+
+        `key` must be shown by every client; tile_tokens is the number of tokens of a tile. Raises SettingsError if it
+        cannot listen.
+        """
         self._pool, self._partials, self._key = pool, partials, key
         self._lease, self._release = lease, release
         self._layout = pool.layout
@@ -89,9 +102,9 @@ class KVHolder:
         self._acceptor.start()
 
     def revoke(self, number: int) -> None:
-        """End remote KV whose blocks are needed, and tell its owner.
+        """End the remote KV of this connection, whose blocks are needed here; its client is informed.
 
-        `release` follows as soon as no thread uses the blocks.
+        Does nothing if the connection has ended. `release` is called as soon as no thread uses the blocks.
         """
         with self._lock:
             if (connection := self._connections.get(number)) is not None:
@@ -99,7 +112,7 @@ class KVHolder:
                 _shut(connection, socket.SHUT_RD)
 
     def close(self) -> None:
-        """End all remote KV."""
+        """Stop listening, end all remote KV, and wait for the threads."""
         with self._lock:
             self._is_closed = True
             connections = list(self._connections.values())
@@ -165,17 +178,17 @@ class KVHolder:
             self._revoked.discard(number)
 
     def _hold(self, number: int, connection: socket.socket) -> None:
-        header = hear(connection)
+        header = receive_header(connection)
         if header is None:
             return
         if header.kind is not Kind.OPEN:
             raise TransferError("the first message opens no remote KV")
-        payload = bytes(hear_payload(connection, header, KEY_BYTES + ASKER_BYTES))
+        payload = bytes(receive_payload(connection, header, KEY_BYTES + TILE_REQUEST_BYTES))
         if not hmac.compare_digest(payload[:KEY_BYTES], self._key):
             raise TransferError("it was asked for with another key")
-        asker = Asker.unpack(payload[KEY_BYTES:])
+        tile_request = TileRequest.unpack(payload[KEY_BYTES:])
         with self._known(number):
-            self._hold_for(number, self._lease(number, header.number, asker), connection)
+            self._hold_for(number, self._lease(number, header.number, tile_request), connection)
 
     @contextlib.contextmanager
     def _known(self, number: int) -> Iterator[None]:
@@ -193,35 +206,35 @@ class KVHolder:
 
     def _hold_for(self, number: int, block_ids: list[int], connection: socket.socket) -> None:
         num_tiles = len(block_ids) // self._blocks_each
-        tell(connection, Kind.OPENED, number=num_tiles)
+        send_message(connection, Kind.OPENED, number=num_tiles)
         missing = set(self._layout.layers)
         while num_tiles and (header := self._next(connection)) is not None and number not in self._revoked:
             if header.kind is Kind.PUT and header.layer in missing:
                 self._put(connection, header, block_ids)
                 missing.discard(header.layer)
-            elif not missing and header.layer in self._layout.layers and header.kind in (Kind.ASK, Kind.CARRY):
-                (self._answer if header.kind is Kind.ASK else self._carry)(connection, header, block_ids)
+            elif not missing and header.layer in self._layout.layers and header.kind in (Kind.QUERY, Kind.CARRY):
+                (self._answer if header.kind is Kind.QUERY else self._carry)(connection, header, block_ids)
             else:
                 raise TransferError(f"{header.kind.name} of layer {header.layer} is not to come now")
 
     def _next(self, connection: socket.socket) -> Header | None:
         connection.settimeout(IDLE_S)
-        header = hear(connection)
+        header = receive_header(connection)
         connection.settimeout(MESSAGE_S)
         return header
 
     def _put(self, connection: socket.socket, header: Header, block_ids: list[int]) -> None:
         num_bytes = self._layout.cache_bytes(header.layer)
         sizes = [each * len(block_ids) for each in num_bytes]
-        payload = memoryview(hear_payload(connection, header, sum(sizes)))
+        payload = memoryview(receive_payload(connection, header, sum(sizes)))
         self._pool.write(header.layer, block_ids, payload[: sizes[0]], payload[sizes[0] :])
-        tell(connection, Kind.PUT, layer=header.layer)
+        send_message(connection, Kind.PUT, layer=header.layer)
 
     def _answer(self, connection: socket.socket, header: Header, block_ids: list[int]) -> None:
-        query = hear_payload(connection, header, self._partials.row_bytes)
+        query = receive_payload(connection, header, self._partials.row_bytes)
         with self._computes:
             partials = self._partials.partials(memoryview(query), header.layer, block_ids)
-        tell(connection, Kind.PARTIALS, partials.data, layer=header.layer)
+        send_message(connection, Kind.PARTIALS, partials.data, layer=header.layer)
 
     def _carry(self, connection: socket.socket, header: Header, block_ids: list[int]) -> None:
         if not 0 < header.number <= MAX_ROWS:
@@ -230,18 +243,18 @@ class KVHolder:
         num_bytes = header.number * row_bytes
         is_first = header.num_bytes == num_bytes
         payload = memoryview(
-            hear_payload(connection, header, num_bytes if is_first else num_bytes + header.number * partial_bytes)
+            receive_payload(connection, header, num_bytes if is_first else num_bytes + header.number * partial_bytes)
         )
         with self._computes:
             partials = self._partials.carry(payload[:num_bytes], payload[num_bytes:], header.layer, block_ids)
-        tell(connection, Kind.PARTIALS, partials.data, layer=header.layer)
+        send_message(connection, Kind.PARTIALS, partials.data, layer=header.layer)
 
 
 def _take_leave(connection: socket.socket) -> None:
     """Tell the other end that its blocks were revoked."""
     with contextlib.suppress(OSError):  # the other end is gone
         connection.settimeout(MESSAGE_S)
-        tell(connection, Kind.REVOKED)
+        send_message(connection, Kind.REVOKED)
 
 
 def _shut(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:

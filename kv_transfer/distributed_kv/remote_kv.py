@@ -5,7 +5,15 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from kv_transfer.distributed_kv.wire import LEAST_S, MAX_BYTES, Asker, Kind, hear, hear_answer, tell
+from kv_transfer.distributed_kv.wire import (
+    LEAST_S,
+    MAX_BYTES,
+    Kind,
+    TileRequest,
+    receive_header,
+    receive_reply,
+    send_message,
+)
 from kv_transfer.results import RemoteKVRevoked, TransferError
 from serving_core.layout import KVLayout
 
@@ -15,7 +23,7 @@ ANSWER_S: Final = 2.5  # for partials, for which a step waits; less than a step 
 
 
 class RemoteKV:
-    """Hold whole tiles of a request in another node's pool.
+    """Client of tiles of one request that a KV holder, another node, keeps in its pool.
 
     Used by one thread at a time, closed by any thread. Every failure raises OSError and closes the remote KV.
     """
@@ -30,33 +38,38 @@ class RemoteKV:
         self._connection = connection
         self._row_bytes, self._partial_bytes = row_bytes, partial_bytes
 
-    def ask(self, layer: int, query: memoryview) -> None:
-        """Send a query row of a layer to the holder, which computes its attention over the holder's tiles. `answer`
-        returns the partials. Raises ConnectionError if the holder is lost."""
-        with self._closed_by_errors():
-            tell(self._connection, Kind.ASK, query, layer=layer)
+    def send_query(self, layer: int, query: memoryview) -> None:
+        """Send the query of one row in a layer to the holder, which computes its attention over the holder's tiles.
 
-    def answer(self, layer: int) -> memoryview:
-        """Return the partials of the query row that `ask` sent. Raises ConnectionError if the holder is lost or has
-        revoked its blocks."""
+        `receive_partials` returns the result. Raises OSError if the holder is lost.
+        """
+        with self._closed_by_errors():
+            send_message(self._connection, Kind.QUERY, query, layer=layer)
+
+    def receive_partials(self, layer: int) -> memoryview:
+        """Wait for the partials of the row that `send_query` sent, as bytes: partial_bytes for each tile.
+
+        Raises OSError if the holder is lost, does not reply in time, or has revoked its blocks.
+        """
         num_bytes = self.num_tiles * self._partial_bytes
         with self._closed_by_errors():
-            _, payload = hear_answer(self._connection, Kind.PARTIALS, num_bytes, layer=layer)
+            _, payload = receive_reply(self._connection, Kind.PARTIALS, num_bytes, layer=layer)
         return memoryview(payload)
 
     def carry(self, layer: int, queries: memoryview, partials: memoryview) -> memoryview:
-        """Return the partials [rows] of these query rows over all keys up to the holder's last one.
+        """Send rows of queries to the holder; return the bytes of their partials over all keys up to its last one.
 
-        `partials` are those over the keys before; the first remote KV gets none.
+        `partials` are those over the keys before the holder's; empty for the first remote KV. Raises OSError as
+        `receive_partials` does.
         """
         num_rows = len(queries) // self._row_bytes
         with self._closed_by_errors():
-            tell(self._connection, Kind.CARRY, b"".join((queries, partials)), layer=layer, number=num_rows)
-            _, payload = hear_answer(self._connection, Kind.PARTIALS, num_rows * self._partial_bytes, layer=layer)
+            send_message(self._connection, Kind.CARRY, b"".join((queries, partials)), layer=layer, number=num_rows)
+            _, payload = receive_reply(self._connection, Kind.PARTIALS, num_rows * self._partial_bytes, layer=layer)
         return memoryview(payload)
 
     def close(self) -> None:
-        """Close the connection, which frees the holder's blocks."""
+        """Close the connection, whereupon the holder frees its blocks."""
         with contextlib.suppress(OSError):  # the connection is gone already
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -81,14 +94,17 @@ def _has_revoked(connection: socket.socket) -> bool:
     """Return whether the holder's last message was a revocation, sent before it closed the connection."""
     try:
         connection.settimeout(LEAST_S)
-        header = hear(connection)
+        header = receive_header(connection)
     except (OSError, TransferError):
         return False
     return header is not None and header.kind is Kind.REVOKED
 
 
 def most_tiles_of(layout: KVLayout, tile_tokens: int) -> int:
-    """Return the most tiles of one remote KV, since the tiles of each layer are sent in one message."""
+    """Return the most tiles that one remote KV can have, since the tiles of a layer are sent in one message.
+
+    tile_tokens is the number of tokens of a tile.
+    """
     tile_bytes = max(sum(layout.cache_bytes(layer)) for layer in layout.layers) * (tile_tokens // layout.block_size)
     return MAX_BYTES // tile_bytes
 
@@ -100,28 +116,30 @@ def open_remote_kv(
     layers: Iterable[int],
     read: Callable[[int, int], tuple[memoryview, memoryview]],
     *,
-    asker: Asker,
+    tile_request: TileRequest,
     row_bytes: int,
     partial_bytes: int,
 ) -> RemoteKV | None:
-    """Send as many tiles as the node has room for, at most `most_tiles`; return None without room.
+    """Connect to a KV holder and send it as many tiles as it has room for, at most `most_tiles`; return their client.
 
-    `read` returns keys and values of a layer's leading tiles. Raises OSError or TransferError.
+    Returns None if there is no room. `read(layer, number)` returns keys and values of a layer's leading tiles; `layers`
+    are sent in order. row_bytes and partial_bytes are the sizes of a query row and of its partial. Raises OSError or
+    TransferError.
     """
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), ROOM_S)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        tell(connection, Kind.OPEN, key + asker.pack(), number=most_tiles)
-        header, _ = hear_answer(connection, Kind.OPENED)
+        send_message(connection, Kind.OPEN, key + tile_request.pack(), number=most_tiles)
+        header, _ = receive_reply(connection, Kind.OPENED)
         if not 0 < header.number <= most_tiles:
             connection.close()
             return None
         connection.settimeout(PUT_S)
         for layer in layers:
             keys, values = read(layer, header.number)
-            tell(connection, Kind.PUT, b"".join((keys, values)), layer=layer)
-            hear_answer(connection, Kind.PUT, layer=layer)
+            send_message(connection, Kind.PUT, b"".join((keys, values)), layer=layer)
+            receive_reply(connection, Kind.PUT, layer=layer)
         connection.settimeout(ANSWER_S)
     except BaseException:
         connection.close()

@@ -1,6 +1,6 @@
 """Define the messages between a request's node and a KV holder: each request has one reply.
 
-OPEN(key, asker, most tiles)            ->  OPENED(tiles), none where there is no room
+OPEN(key, tile_request, most tiles)            ->  OPENED(tiles), none where there is no room
 PUT(layer, KV)                          ->  PUT, once for each layer
 ASK(layer, query)                       ->  PARTIALS, one for each tile
 CARRY(layer, queries, partials so far)  ->  PARTIALS, one for each row; the first remote KV gets none
@@ -20,9 +20,9 @@ from kv_transfer.results import RemoteKVRevoked, TransferError
 KEY_BYTES: Final = 32
 MAX_BYTES: Final = 2**30  # in the payload of one message
 LEAST_S: Final = 0.001  # to read what has already arrived
-_ASKER: Final = struct.Struct("<Q?I")  # follows the key; seconds in thousandths
+_TILE_REQUEST: Final = struct.Struct("<Q?I")  # follows the key; seconds in thousandths
 _MOST_MS: Final = 2**32 - 1
-ASKER_BYTES: Final = _ASKER.size
+TILE_REQUEST_BYTES: Final = _TILE_REQUEST.size
 _FIELDS: Final = struct.Struct("<4sIIQ")  # magic with the kind, layer, a number, payload bytes
 _CHECKSUM: Final = struct.Struct("<I")  # follows the fields; covers fields and payload
 HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size
@@ -33,26 +33,26 @@ class Kind(IntEnum):
     OPEN = 1
     OPENED = 2
     PUT = 3
-    ASK = 4
+    QUERY = 4
     PARTIALS = 5
     CARRY = 6
     REVOKED = 7
 
 
-class Asker(NamedTuple):
-    """Describe the request that asks for tiles."""
+class TileRequest(NamedTuple):
+    """Describes the request for which tiles are to be held; the holder decides by it whether there is room."""
 
     age: int
     is_again: bool = False  # no node had room at the last attempt
     step_s: float = 0.0  # duration of one of its steps, in which it does not ask
 
     def pack(self) -> bytes:
-        return _ASKER.pack(self.age, self.is_again, min(round(self.step_s * 1000), _MOST_MS))
+        return _TILE_REQUEST.pack(self.age, self.is_again, min(round(self.step_s * 1000), _MOST_MS))
 
     @staticmethod
-    def unpack(data: bytes) -> "Asker":
-        age, is_again, step_ms = _ASKER.unpack(data)
-        return Asker(age, is_again, step_ms / 1000)
+    def unpack(data: bytes) -> "TileRequest":
+        age, is_again, step_ms = _TILE_REQUEST.unpack(data)
+        return TileRequest(age, is_again, step_ms / 1000)
 
 
 class Header(NamedTuple):
@@ -64,10 +64,13 @@ class Header(NamedTuple):
     checksum: int  # of the header and the payload
 
 
-def tell(
+def send_message(
     connection: socket.socket, kind: Kind, payload: bytes | memoryview = b"", *, layer: int = 0, number: int = 0
 ) -> None:
-    """Send one message. Raises OSError if the other end does not take it in time."""
+    """Send one message of this kind, layer, number and payload.
+
+    Raises OSError if the other end does not take it in time.
+    """
     view = memoryview(payload).cast("B")
     fields = _FIELDS.pack(_MAGIC + bytes([kind]), layer, number, len(view))
     connection.sendall(fields + _CHECKSUM.pack(zlib.crc32(view, zlib.crc32(fields))))
@@ -75,8 +78,11 @@ def tell(
         connection.sendall(view)
 
 
-def hear(connection: socket.socket) -> Header | None:
-    """Return the next header, or None if the other end has closed. Raises TransferError if it is not valid."""
+def receive_header(connection: socket.socket) -> Header | None:
+    """Receive the header of the next message; return None if the other end has closed.
+
+    Raises TransferError if it is not valid, OSError if it does not arrive in time.
+    """
     data = _receive(connection, HEADER_BYTES, may_end=True)
     if not data:
         return None
@@ -90,8 +96,11 @@ def hear(connection: socket.socket) -> Header | None:
     return Header(Kind(magic[3]), layer, number, num_bytes, zlib.crc32(fields), checksum)
 
 
-def hear_payload(connection: socket.socket, header: Header, num_bytes: int) -> bytearray:
-    """Return the payload of a header, which must have `num_bytes` bytes. Raises TransferError."""
+def receive_payload(connection: socket.socket, header: Header, num_bytes: int) -> bytearray:
+    """Receive the payload that follows a header, which must have `num_bytes` bytes.
+
+    Raises TransferError if it has another size or fails its checksum, OSError if it does not arrive in time.
+    """
     if header.num_bytes != num_bytes:
         raise TransferError(f"a message of remote KV has {header.num_bytes} bytes in place of {num_bytes}")
     payload = _receive(connection, num_bytes)
@@ -100,14 +109,14 @@ def hear_payload(connection: socket.socket, header: Header, num_bytes: int) -> b
     return payload
 
 
-def hear_answer(
+def receive_reply(
     connection: socket.socket, kind: Kind, num_bytes: int = 0, *, layer: int = 0
 ) -> tuple[Header, bytearray]:
-    """Return the reply of this kind and layer.
+    """Receive a reply, which must have this kind and layer and num_bytes of payload; return its header and payload.
 
     Raises OSError or TransferError; RemoteKVRevoked if the holder has revoked its blocks.
     """
-    header = hear(connection)
+    header = receive_header(connection)
     if header is None:
         raise TransferError("the node that holds remote KV has hung up")
     if header.kind is Kind.REVOKED:
@@ -116,7 +125,7 @@ def hear_answer(
         raise TransferError(f"remote KV answers {header.kind.name} in place of {kind.name}")
     if header.layer != layer:
         raise TransferError(f"remote KV answers for layer {header.layer} in place of {layer}")
-    return header, hear_payload(connection, header, num_bytes)
+    return header, receive_payload(connection, header, num_bytes)
 
 
 def _receive(connection: socket.socket, num_bytes: int, *, may_end: bool = False) -> bytearray:

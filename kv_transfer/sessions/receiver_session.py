@@ -46,7 +46,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Report, in response to Verify, whether each segment is intact."""
+    """Event: says of each segment of the last Verify whether its checksum is correct."""
 
     segments: Sequence[Segment]
     intact: Sequence[bool]
@@ -54,17 +54,17 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """Report that a Write failed; the actions behind it in the same list are not executed."""
+    """Event: a Write failed; the actions behind it in the same list are not executed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Report that the caller cancels the transfer."""
+    """Event: the caller cancels the transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Report that the time `expires_at` is reached."""
+    """Event: the time `expires_at` is reached."""
 
 
 Event = Data | Finish | Abort | Verified | WriteFailed | Cancel | Tick
@@ -75,14 +75,14 @@ Event = Data | Finish | Abort | Verified | WriteFailed | Cancel | Tick
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Check the blocks of the current Data message, and report Verified at once."""
+    """Action: check the blocks of the current Data message, and pass Verified to `handle` at once."""
 
     segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write these blocks of the current message; `part` counts within segment number `segment`."""
+    """Action: write these blocks of the current message; `part` counts within segment number `segment`."""
 
     blocks: BlockRange
     segment: int
@@ -103,7 +103,7 @@ Action = Verify | Write | Reply | Conclude
 
 
 class ReceiverSession:
-    """Receive one channel of a transfer. `handle` is the only entry point."""
+    """The receiver's state of one channel of a transfer. `handle` is the only entry point."""
 
     def __init__(self, channel: Channel, now: float) -> None:
         self.state = State.RECEIVING
@@ -119,9 +119,9 @@ class ReceiverSession:
         return self.state in (State.RECEIVING, State.LACKING)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Return the actions for an event, in order.
+        """Change the state for an event at time `now`, and return the actions to execute, in order.
 
-        An event without a transition in the current state changes nothing.
+        An event without a transition in the current state changes nothing and returns no actions.
         """
         if isinstance(event, Message) and event.epoch != self.channel.epoch:
             refused = Refused(event.transfer_id, event.epoch, Refusal.WRONG_EPOCH)

@@ -26,7 +26,7 @@ from serving_core import reasons
 
 
 class Backlog:
-    """Hold the block ranges to be sent, in the order in which they became ready."""
+    """The block ranges that are still to be sent, in the order in which they became ready."""
 
     def __init__(self, channel: Channel, blocks_per_message: int) -> None:
         self.num_ready = channel.num_cached_blocks  # leading blocks that are ready in all layers
@@ -41,7 +41,7 @@ class Backlog:
         return bool(self._queue)
 
     def grow(self, num_blocks: int, num_layers: int) -> None:
-        """Add the leading blocks as ready in the leading layers.
+        """Add the leading num_blocks blocks, as ready in the leading num_layers layers, as far as they are new.
 
         New blocks become ready in all layers before any further block does.
         """
@@ -56,16 +56,16 @@ class Backlog:
             self.num_ready, self._num_growing, self._num_layers = num_blocks, 0, 0
 
     def has_had(self, blocks: BlockRange) -> bool:
-        """Return whether these blocks were ever part of the backlog."""
+        """Return whether these blocks were ever in the backlog: they are blocks of the transfer that became ready."""
         is_layer = blocks.layer in self._channel.layout.layers
         return is_layer and self._channel.num_cached_blocks <= blocks.first and blocks.stop <= self.num_ready
 
     def add_again(self, ranges: Iterable[BlockRange]) -> None:
-        """Add ranges that were sent and did not arrive."""
+        """Add ranges of blocks that were sent and did not arrive."""
         self._queue.extend(ranges)
 
     def take_message(self) -> tuple[BlockRange, ...]:
-        """Remove and return the block ranges of one message.
+        """Remove and return the block ranges of the next message; the backlog must not be empty.
 
         Only a range that is too long for a message is cut, into parts of about equal length.
         """
@@ -83,7 +83,7 @@ class Backlog:
         return tuple(ranges)
 
     def clear(self) -> None:
-        """Drop all ranges."""
+        """Remove all ranges."""
         self._queue.clear()
 
 
@@ -110,7 +110,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlocksReady:
-    """Report that the leading `num_blocks` blocks are final in the leading `num_layers` layers of the channel.
+    """Event: the leading `num_blocks` blocks are final in the leading `num_layers` layers of the channel.
 
     New blocks become ready in all layers before any further block does.
     """
@@ -121,7 +121,7 @@ class BlocksReady:
 
 @dataclass(frozen=True, slots=True)
 class AllReady:
-    """Report that the transfer has `num_blocks` blocks and all of them are final."""
+    """Event: the transfer has `num_blocks` blocks, and all of them are final."""
 
     num_blocks: int
     tail: bytes
@@ -129,27 +129,27 @@ class AllReady:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Report that the session may send one more message."""
+    """Event: the session may send one more message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Report that the transport has released one Data message."""
+    """Event: the transport has released one Data message."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """Report that the connection broke and messages in flight may be lost."""
+    """Event: the connection broke, and messages in flight may be lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Report that the caller cancels the transfer."""
+    """Event: the caller cancels the transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Report that the time `wake_at` is reached."""
+    """Event: the time `wake_at` is reached."""
 
 
 Event = BlocksReady | AllReady | Turn | Released | PeerLost | Cancel | Tick | Committed | Missing | Refused
@@ -160,7 +160,7 @@ Event = BlocksReady | AllReady | Turn | Released | PeerLost | Cancel | Tick | Co
 
 @dataclass(frozen=True, slots=True)
 class SendBlocks:
-    """Send these blocks in one Data message, and report Released when the transport releases it."""
+    """Action: send these blocks in one Data message, and pass Released to `handle` when the transport releases it."""
 
     ranges: tuple[BlockRange, ...]
 
@@ -172,12 +172,12 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
-    """Break the connection, and report PeerLost to every session that uses it. The next message dials again."""
+    """Action: break the connection, and pass PeerLost to every session that uses it. The next message dials again."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """Tell the caller, once, that every ready block has left the transport, or that there was none."""
+    """Action: tell the caller, once, that every ready block has left the transport, or that there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +189,10 @@ Action = SendBlocks | SendMessage | HangUp | CaughtUp | Conclude
 
 
 class SenderSession:
-    """Send one channel of a transfer. `handle` is the only entry point."""
+    """The sender's state of one channel of a transfer. `handle` is the only entry point."""
 
     def __init__(self, channel: Channel, blocks_per_message: int, deadline_s: float, now: float) -> None:
-        """Open a session; `deadline_s` runs from AllReady.
+        """Open a session at time `now`; `deadline_s` seconds run from AllReady.
 
         The descriptor's time to live limits the whole session.
         """
@@ -212,18 +212,18 @@ class SenderSession:
 
     @property
     def wants_turn(self) -> bool:
-        """Return whether a Turn would send a message."""
+        """Return whether a Turn would send a message: blocks are left, and the transport holds less than WINDOW."""
         return self.state is not State.ENDED and bool(self._backlog) and self._num_held < WINDOW
 
     @property
     def wake_at(self) -> float | None:
-        """Return when the next Tick is due, or None if the session has ended."""
+        """Return the time at which the next Tick is due; None if the session has ended."""
         if self.state is State.ENDED:
             return None
         return self._give_up_at if self._repeat_at is None else min(self._give_up_at, self._repeat_at)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Return the actions for an event, in order.
+        """Change the state for an event at time `now`, and return the actions to execute, in order.
 
         An event without a transition in the current state, or a reply to another epoch, changes nothing.
         """

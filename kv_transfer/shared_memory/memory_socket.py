@@ -23,7 +23,7 @@ OnVisit = Callable[[socket.socket], None]
 
 
 class MemorySocket:
-    """Accept connections of the same user that show a secret. Each secret is valid once."""
+    """Accepts connections of the same user that show a secret. Each secret is valid once."""
 
     def __init__(self) -> None:
         """Listen. Raises OSError if the system has no abstract sockets or no file descriptor is left."""
@@ -42,13 +42,13 @@ class MemorySocket:
         self._loop.add_reader(self._socket, self._accept)
 
     def expect(self, on_visit: OnVisit) -> bytes:
-        """Return the secret for one connection, which `on_visit` receives."""
+        """Return a new secret; `on_visit` gets the connection that shows it, and owns the connection then."""
         secret = secrets.token_bytes(SECRET_BYTES)
         self._expected[secret] = on_visit
         return secret
 
     def forget(self, secret: bytes) -> None:
-        """Invalidate a secret."""
+        """Make a secret invalid; do nothing if it was used or is unknown."""
         self._expected.pop(secret, None)
 
     def close(self) -> None:
@@ -95,19 +95,19 @@ class MemorySocket:
 
 
 def new_socket() -> socket.socket:
-    """Return a non-blocking socket that keeps message boundaries. Raises OSError."""
+    """Return a new non-blocking Unix socket that keeps message boundaries. Raises OSError without a file descriptor."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.setblocking(False)
     return made
 
 
 def address_of(name: bytes) -> str:
-    """Return the abstract address of the socket with this name, in a namespace of its own."""
+    """Return the abstract Unix address of the socket with this name."""
     return f"\0splitserve-kv-{name.hex()}"
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end runs as the same user, according to the kernel."""
+    """Return whether the kernel says that the process at the other end runs as the same user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return bool(user == os.geteuid())

@@ -19,7 +19,7 @@ MAX_NUMBER: Final = 2**63 - 1
 
 
 class Decline(StrEnum):
-    """Name why a receiver does not read a sender's memory."""
+    """Why a receiver does not read a sender's memory."""
 
     UNWANTED = "unwanted"  # disabled by its settings
     UNREACHABLE = "unreachable"  # another machine, another container, another user
@@ -33,7 +33,7 @@ _DECLINES = {decline.value: decline for decline in Decline}
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Offer memory; sent by the sender."""
+    """Note of a sender: it offers memory."""
 
     name: bytes  # of the sender's socket
     secret: bytes  # to be shown at the socket
@@ -52,10 +52,10 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
-    """State that the payload of this message is in a slot; sent by the sender."""
+class SlotFilled:
+    """Note of a sender: the payload of this message is in a slot."""
 
-    number: int  # one more than in the previous Lent
+    number: int  # one more than in the previous SlotFilled
     slot: int
     num_bytes: int
 
@@ -66,20 +66,20 @@ class Lent:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """State that the receiver has mapped the memory."""
+class OfferAccepted:
+    """Note of a receiver: it has mapped the memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Declined:
-    """State that the receiver has not mapped the memory."""
+class OfferDeclined:
+    """Note of a receiver: it does not read the memory, or no longer."""
 
     why: Decline
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
-    """State that the receiver has read every Lent up to this number."""
+class SlotFreed:
+    """Note of a receiver: it has read the slot of every SlotFilled up to this number."""
 
     number: int
 
@@ -87,16 +87,16 @@ class Returned:
         check_int("number", self.number, 1, MAX_NUMBER)
 
 
-Note = Offer | Lent | Taken | Declined | Returned
+Note = Offer | SlotFilled | OfferAccepted | OfferDeclined | SlotFreed
 
 
 def offset_of(slot: int) -> int:
-    """Return the offset of a slot in the memory."""
+    """Return the offset of a slot in the memory, in bytes."""
     return HEAD_BYTES + slot * SLOT_BYTES
 
 
 def encode(note: Note) -> bytes:
-    """Return the note as at most MAX_NOTE_BYTES bytes."""
+    """Return a note as at most MAX_NOTE_BYTES bytes, which `decode` reads."""
     return pack_checked(_fields(note))
 
 
@@ -106,13 +106,13 @@ def decode(packed: bytes | memoryview) -> Note:
         case ["offer", name, secret, nonce, num_slots]:
             return Offer(name, secret, nonce, num_slots)
         case ["lent", number, slot, num_bytes]:
-            return Lent(number, slot, num_bytes)
+            return SlotFilled(number, slot, num_bytes)
         case ["taken"]:
-            return Taken()
+            return OfferAccepted()
         case ["declined", str(word)] if word in _DECLINES:
-            return Declined(_DECLINES[word])
+            return OfferDeclined(_DECLINES[word])
         case ["returned", number]:
-            return Returned(number)
+            return SlotFreed(number)
         case _:
             raise TransferError("a note of unknown kind or shape")
 
@@ -121,11 +121,11 @@ def _fields(note: Note) -> list[Any]:
     match note:
         case Offer(name, secret, nonce, num_slots):
             return ["offer", name, secret, nonce, num_slots]
-        case Lent(number, slot, num_bytes):
+        case SlotFilled(number, slot, num_bytes):
             return ["lent", number, slot, num_bytes]
-        case Taken():
+        case OfferAccepted():
             return ["taken"]
-        case Declined(why):
+        case OfferDeclined(why):
             return ["declined", why.value]
-        case Returned(number):
+        case SlotFreed(number):
             return ["returned", number]

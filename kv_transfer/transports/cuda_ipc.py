@@ -24,7 +24,7 @@ POLL_S: Final = 50e-6
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float) -> None:
-    """Wait until `is_so` is true. Raises TransferError after `timeout_s` seconds."""
+    """Poll `is_so` until it returns True. Raises TransferError after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
         if time.monotonic() > deadline:
@@ -33,7 +33,10 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float) -> None:
 
 
 def wait_for_device(device: torch.device, timeout_s: float) -> None:
-    """Wait until the work queued on the current stream is done. Raises TransferError after `timeout_s` seconds."""
+    """Wait until the work queued on the device's current stream is done.
+
+    Raises TransferError after `timeout_s` seconds.
+    """
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     wait_until(event.query, timeout_s)
@@ -51,16 +54,16 @@ _FILLED, _FREED = range(2)  # number of the last part written by the sender, rea
 
 
 class Store(Protocol):
-    """Share values between both ends: a value set at one end can be read at the other."""
+    """Values that both ends of a pair share: a value set at one end can be read at the other."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
     def get(self, key: str) -> bytes:
-        """Wait for a value and return it. Raises TransferError if it does not come."""
+        """Wait for the value of `key` and return it. Raises TransferError if it does not come."""
 
 
 def are_on_one_device(store: Store, rank: int, device: torch.device) -> bool:
-    """Return whether both ends of a pair use the same device; both must call this.
+    """Return whether both ends of a pair, `rank` 0 and 1, use the same CUDA device; both must call this.
 
     Raises TransferError as the store does.
     """
@@ -70,18 +73,21 @@ def are_on_one_device(store: Store, rank: int, device: torch.device) -> bool:
 
 
 class DeviceGroup:
-    """Implement the part of torch.distributed's group interface that a pair uses, at one end.
+    """One end of a pair on one device; has the methods of torch.distributed's group that a pair uses.
 
     Calls return once their work is queued on the current stream, which may wait for the other end; they raise
     TransferError if that takes too long.
     """
 
     def __init__(self, store: Store, device: torch.device, *, is_sender: bool) -> None:
-        """Open the area. Raises TransferError or RuntimeError if the receiver cannot open it."""
+        """Create the area at the sender, or open it at the receiver.
+
+        Raises TransferError or RuntimeError if the receiver cannot open it.
+        """
         self._is_sender = is_sender
         self._area = Area.taken(device) if is_sender else Area.opened(store.get(_AREA), device)
         if is_sender:
-            store.set(_AREA, self._area.told)
+            store.set(_AREA, self._area.packed_handle)
         self._last_seen = 0  # the other end's last known number
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> "_Done":
@@ -99,7 +105,7 @@ class DeviceGroup:
         return _DONE
 
     def abort(self) -> None:
-        """Release the area."""
+        """Return the sender's area for the next pair, once the queued work is done; nothing at the receiver."""
         if self._is_sender:
             wait_for_device(self._area.device, dist_stream.TIMEOUT_S)
             self._area.leave()
@@ -129,7 +135,7 @@ _DONE: Final = _Done()
 
 
 class Area:
-    """Hold the slots and the numbers.
+    """The memory on the device through which a pair passes frames: slots, and the numbers of parts.
 
     Senders keep areas for their next pair: torch would hold memory that another process has opened forever if that
     process was killed. Part numbers continue over pairs, so a late write of an earlier end never matches a later part.
@@ -148,7 +154,7 @@ class Area:
 
     @classmethod
     def taken(cls, device: torch.device) -> "Area":
-        """Return an area for a sender that no other pair uses."""
+        """Return an area on this device that no other pair uses, an earlier sender's or a new one."""
         with cls._sparing:
             area = cls.spare[device].pop() if cls.spare[device] else None
         if area is None:
@@ -160,9 +166,12 @@ class Area:
         return area
 
     @classmethod
-    def opened(cls, told: bytes, device: torch.device) -> "Area":
-        """Open a sender's area at the receiver. Raises TransferError or RuntimeError if that fails."""
-        fields = unpack(told, MAX_HANDLE_BYTES)
+    def opened(cls, packed_handle: bytes, device: torch.device) -> "Area":
+        """Open, at the receiver, the sender's area whose `packed_handle` is given.
+
+        Raises TransferError for an invalid handle, RuntimeError if CUDA cannot open it.
+        """
+        fields = unpack(packed_handle, MAX_HANDLE_BYTES)
         if len(fields) != 9:
             raise TransferError("no handle of an area on the device")
         number, _, handle, num_bytes, offset, counter, counter_offset, event, must_wait = fields
@@ -179,12 +188,12 @@ class Area:
         return cls(memory, number, [])
 
     @property
-    def told(self) -> bytes:
+    def packed_handle(self) -> bytes:
         """Return the bytes by which a receiver opens the area."""
         return pack([self.number, *self._handle])
 
     def leave(self) -> None:
-        """Return the area for the next pair."""
+        """Keep the area for the sender's next pair on this device."""
         with self._sparing:
             self.spare[self.device].append(self)
 

@@ -37,7 +37,7 @@ _DIAL = re.compile(r"dist://(?:\[(?P<v6>[^\[\]/]+)\]|(?P<host>[^\[\]/:]+)):(?P<p
 
 @dataclass(frozen=True, slots=True)
 class DistAddress:
-    """Name the address of one Listener."""
+    """The address of one Listener of the torch.distributed transport: IP address, port and token."""
 
     ip: str
     port: int
@@ -61,7 +61,7 @@ class DistAddress:
 
 
 def listen(bind: str) -> tuple[socket.socket, DistAddress]:
-    """Return a listening socket on dist://HOST:PORT and its address.
+    """Listen on an endpoint dist://HOST:PORT; return the non-blocking socket and its address with a new token.
 
     HOST is an address, a name or an interface; PORT may be * for any free one. Raises SettingsError if the endpoint
     cannot be used.
@@ -120,7 +120,7 @@ class Kind(IntEnum):
 
 
 class Stream:
-    """Hold one end of a stream.
+    """One end of a signaling stream over TCP, which carries bounded messages.
 
     Methods raise OSError, TimeoutError, EOFError or TransferError when the stream breaks.
     """
@@ -136,7 +136,7 @@ class Stream:
 
     @classmethod
     async def dial(cls, address: DistAddress) -> "Stream":
-        """Return a stream to a listener that has accepted the greeting."""
+        """Connect to a Listener, show its token, and return the stream once it has accepted."""
         async with asyncio.timeout(TIMEOUT_S):
             reader, writer = await asyncio.open_connection(address.ip, address.port)
             try:
@@ -150,7 +150,10 @@ class Stream:
 
     @classmethod
     async def take(cls, accepted: socket.socket, token: bytes) -> "Stream":
-        """Return the listener's end of an accepted socket, after a greeting with the token."""
+        """Check the greeting on an accepted socket, reply to it, and return the Listener's end of the stream.
+
+        Raises TransferError if the greeting lacks this token.
+        """
         reader, writer = await asyncio.open_connection(sock=accepted)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -165,16 +168,16 @@ class Stream:
 
     @property
     def local_ip(self) -> str:
-        """Return the address of the interface toward the other end."""
+        """Return this end's IP address."""
         return str(self._writer.get_extra_info("sockname")[0])
 
     @property
     def is_clogged(self) -> bool:
-        """Return whether the other end has left more than MAX_WAITING_BYTES unread."""
+        """Return whether more than MAX_WAITING_BYTES are queued that the other end has not read."""
         return self._writer.transport.get_write_buffer_size() > MAX_WAITING_BYTES
 
     async def read(self) -> tuple[int, bytes]:
-        """Return the next kind and body; waits without limit for the kind."""
+        """Return the kind and the body of the next message; waits for it without limit."""
         kind, num_bytes = _PREFIX.unpack(await self._reader.readexactly(_PREFIX.size))
         if num_bytes > MAX_BODY_BYTES:
             raise TransferError(f"{num_bytes} bytes were announced; at most {MAX_BODY_BYTES} are taken")
@@ -182,27 +185,27 @@ class Stream:
             return kind, await self._reader.readexactly(num_bytes)
 
     def write(self, kind: Kind, *parts: bytes) -> None:
-        """Queue a message; it is lost if the stream is broken."""
+        """Queue a message whose body is the parts, concatenated; it is lost if the stream is broken."""
         if not self._writer.is_closing():
             self._writer.write(b"".join([_PREFIX.pack(kind, sum(map(len, parts))), *parts]))
 
     async def drain(self) -> None:
-        """Return once little is queued."""
+        """Wait until little is queued."""
         async with asyncio.timeout(TIMEOUT_S):
             await self._writer.drain()
 
     def close(self) -> None:
-        """Drop queued messages and close."""
+        """Drop queued messages and close the connection."""
         self._writer.transport.abort()
 
 
 def pack_sizes(sizes: Sequence[int]) -> bytes:
-    """Return the frame sizes as they precede the header of a MESSAGE."""
+    """Return the sizes of frames, in bytes, as they precede the header in the body of a MESSAGE."""
     return struct.pack(f">B{len(sizes)}I", len(sizes), *sizes)
 
 
 def unpack_message(body: bytes) -> tuple[list[int], memoryview]:
-    """Return frame sizes and header of a MESSAGE. Raises TransferError above a limit."""
+    """Return the frame sizes and the header in the body of a MESSAGE. Raises TransferError above a limit."""
     num_frames = body[0] if body else 0
     start = 1 + 4 * num_frames
     if not body or num_frames > MAX_FRAMES or len(body) < start:
@@ -214,12 +217,12 @@ def unpack_message(body: bytes) -> tuple[list[int], memoryview]:
 
 
 def pack_key(key: str, value: bytes) -> bytes:
-    """Return the body of a KEY."""
+    """Return the body of a KEY message with this key and value."""
     return key.encode() + b"\0" + value
 
 
 def unpack_key(body: bytes) -> tuple[str, bytes]:
-    """Return the key and the value that `pack_key` packed. Raises TransferError above a limit."""
+    """Return the key and the value in the body of a KEY message. Raises TransferError above a limit."""
     key, separator, value = body.partition(b"\0")
     if not separator or len(key) > MAX_KEY_BYTES or len(value) > MAX_VALUE_BYTES or not key.isascii():
         raise TransferError("a key that makes no sense")

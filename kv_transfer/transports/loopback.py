@@ -8,7 +8,7 @@ from kv_transfer.transports.transport import OnLost, OnMessage, OnReply
 
 
 class LoopbackNetwork:
-    """Hold Listeners by address."""
+    """A network within one process: its Listeners by address."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, LoopbackListener] = {}
@@ -19,12 +19,12 @@ class LoopbackNetwork:
         return self.listeners[address]
 
     def dialer(self) -> "LoopbackDialer":
-        """Return a new dialer of this network."""
+        """Return a new dialer, which reaches this network's listeners."""
         return LoopbackDialer(self)
 
 
 class LoopbackListener:
-    """Receive messages; the peers are the dialers themselves."""
+    """A Listener within one process; its peers are the dialers themselves."""
 
     payload: Payload = HOST
     num_shared_bytes = 0
@@ -56,7 +56,7 @@ class LoopbackListener:
 
 
 class LoopbackDialer:
-    """Pass its own frames to the listener, in the loop's next turn."""
+    """A Dialer within one process, which passes its own frames to the listener in the loop's next turn."""
 
     payload: Payload = HOST
     key = b""
@@ -92,7 +92,7 @@ class LoopbackDialer:
             self._on_reply(memoryview(header))
 
     def lose(self, address: str) -> None:
-        """Break the connection to a receiver, as a network failure would. For tests."""
+        """Report a receiver as lost, as a broken network would, unless this dialer is closed. For tests."""
         if not self._is_closed:
             self._on_lost(address)
 

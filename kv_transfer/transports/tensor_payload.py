@@ -13,7 +13,7 @@ _GOLDEN, _FIRST, _SECOND = (value - (value >> 31 << 32) for value in (0x9E3779B9
 
 
 class TensorPayload(Payload):
-    """Handle tensors of any device.
+    """Handles 1-D uint8 tensors on any device.
 
     The checksum is that of HOST in host memory, and `device_checksum` elsewhere, which misses about one random change
     in 2**32. Both ends of a transfer must use the same kind.
@@ -35,7 +35,7 @@ class TensorPayload(Payload):
 
 
 def device_checksum(keys: torch.Tensor, values: torch.Tensor) -> int:
-    """Return a checksum of 32 bits, computed on the tensors' device.
+    """Return a checksum of 32 bits over 1-D uint8 tensors, computed on their device.
 
     Keys and values are each padded with zeros to words of four bytes, little-endian. Each word is mixed with its
     position by the MurmurHash3 finalizer; the sum is mixed once more. A change of one word always changes the checksum.
@@ -73,7 +73,7 @@ def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class TensorPool(Protocol):
-    """Define a KV pool, or some of its heads, with tensors as buffers."""
+    """A KV pool, or some of its heads, with tensors as buffers."""
 
     @property
     def layout(self) -> KVLayout: ...
@@ -86,7 +86,7 @@ class TensorPool(Protocol):
 
 
 class TensorStore:
-    """Adapt a KV pool, or some of its heads, to a KVStore with tensors as buffers."""
+    """Adapts a KV pool, or some of its heads, to a KVStore with tensors as buffers."""
 
     def __init__(self, pool: TensorPool) -> None:
         self._pool = pool

@@ -33,12 +33,15 @@ ACCEPT_PAUSE_S = 0.1
 
 
 class TorchDistListener:
-    """Listen on dist://HOST:PORT: HOST is an address, a name or an interface; PORT may be * for any free one."""
+    """The Listener of torch.distributed, on dist://HOST:PORT.
+
+    HOST is an address, a name or an interface; PORT may be * for any free one.
+    """
 
     num_shared_bytes = 0
 
     def __init__(self, bind: str, device: torch.device) -> None:
-        """Listen. Raises SettingsError if the endpoint or the device cannot be used."""
+        """Begin to listen on the endpoint `bind`. Raises SettingsError if the endpoint or the device cannot be used."""
         check_device(device)
         self.payload: Payload = TensorPayload()
         self._device = device
@@ -126,13 +129,13 @@ class TorchDistListener:
 
 
 class TorchDistDialer:
-    """Dial TorchDistListeners."""
+    """The Dialer of torch.distributed: sends to TorchDistListeners."""
 
     key = b""
     num_shared_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
-        """Create a dialer. Raises SettingsError if the device cannot be used."""
+        """Create a dialer for frames on this device. Raises SettingsError if the device cannot be used."""
         check_device(device)
         self.payload: Payload = TensorPayload()
         self._device = device

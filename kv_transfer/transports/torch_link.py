@@ -49,7 +49,7 @@ class _Link(ABC):
         self.ended = loop.create_task(self._end(on_ended))  # done when no frame is used any more
 
     def stop(self) -> None:
-        """End the link."""
+        """Begin to end the link; `ended` completes when no frame is used any more."""
         self._talking.cancel()
 
     @abstractmethod
@@ -123,7 +123,7 @@ class _Link(ABC):
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """Hold a message, and the future that completes when its frames may be reused."""
+    """A message to be sent, and the future that completes when its frames may be reused."""
 
     header: bytes
     frames: Sequence[torch.Tensor]
@@ -136,7 +136,7 @@ class Message:
 
 
 class SendingLink(_Link):
-    """Hold a Dialer's end."""
+    """The Dialer's end of a connection."""
 
     def __init__(
         self, address: DistAddress, device: torch.device, on_reply: OnReply, on_ended: Callable[[], None]
@@ -148,7 +148,7 @@ class SendingLink(_Link):
         super().__init__(SENDER_RANK, device, on_ended)
 
     def send(self, message: Message) -> None:
-        """Queue a message, or drop it if SEND_QUEUE_MESSAGES are queued."""
+        """Queue a message; drop it, with a warning and its frames released, if SEND_QUEUE_MESSAGES are queued."""
         if len(self._queue) >= SEND_QUEUE_MESSAGES:
             logger.warning("a message was dropped: %d wait for the receiver already", SEND_QUEUE_MESSAGES)
             message.release()
@@ -201,7 +201,7 @@ class SendingLink(_Link):
 
 
 class ReceivingLink(_Link):
-    """Hold a Listener's end: the peer of its messages."""
+    """The Listener's end of a connection: the peer of its messages."""
 
     def __init__(
         self, stream: Stream, device: torch.device, on_message: OnMessage, on_ended: Callable[[], None]
@@ -214,7 +214,7 @@ class ReceivingLink(_Link):
         self._stream = stream
 
     def reply(self, header: bytes) -> None:
-        """Send a header back, unless too many replies are unread."""
+        """Send a header to the sender; drop it, with a warning, if the sender leaves too many replies unread."""
         if self._opened.is_clogged:
             logger.warning("a reply to a sender was dropped: it reads nothing")
         else:
@@ -254,7 +254,7 @@ class ReceivingLink(_Link):
 
 
 def reason(error: BaseException) -> str:
-    """Return in words why a stream or a pair broke."""
+    """Return in words why a stream or a pair broke, given the exception."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     match error:

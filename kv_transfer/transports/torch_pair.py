@@ -45,7 +45,7 @@ Relay = Callable[[str, bytes], None]
 
 
 def check_device(device: torch.device) -> None:
-    """Raise SettingsError for a device whose memory no group can move."""
+    """Raise SettingsError unless torch.distributed can move memory of this device: a CPU, or CUDA with NCCL."""
     if device.type not in ("cpu", "cuda"):
         raise SettingsError(f"torch.distributed moves KV blocks of cpu and cuda devices, not of {device.type}")
     if device.type == "cuda" and not dist.is_nccl_available():
@@ -80,13 +80,17 @@ class _Job:
 
 
 class Pair:
-    """Hold one end of a pair.
+    """One end of a process group of two ranks, through which frames go from the sender to the receiver.
 
     Created and used on the event loop, which its threads never block. The caller bounds what is queued.
     """
 
     def __init__(self, rank: int, device: torch.device, local_ip: str, relay: Relay) -> None:
-        """Begin to make the group; the other end must do the same."""
+        """Begin to make the group, in a thread; the other end must do the same.
+
+        `rank` is SENDER_RANK or RECEIVER_RANK, local_ip the address that gloo uses, and `relay` carries the group's
+        values to the other end.
+        """
         self._rank = rank
         self._device = device
         self._stream = _own_stream(device)
@@ -109,18 +113,21 @@ class Pair:
         self._thread.start()
 
     def put(self, key: str, value: bytes) -> None:
-        """Store a value that the other end relayed. Raises TransferError if there are too many."""
+        """Store a value that the other end relayed. Raises TransferError above MAX_KEYS values."""
         self._store.put(key, value)
 
     def send(self, frames: Sequence[torch.Tensor]) -> "asyncio.Future[list[torch.Tensor] | None]":
-        """Queue 1-D uint8 frames as of the current stream. The future completes when they may be reused."""
+        """Queue 1-D uint8 frames as of the current stream; return a future that completes when they may be reused."""
         job = _Job([len(frame) for frame in frames], list(frames), self._loop.create_future())
         if self._stream is not None:
             job.written = torch.cuda.current_stream(self._device).record_event()
         return self._queue(job)
 
     def receive(self, sizes: Sequence[int]) -> "asyncio.Future[list[torch.Tensor] | None]":
-        """Return frames of these sizes, views of one new tensor; None if the pair broke."""
+        """Queue the receipt of frames of these sizes; return a future of the frames, views of one new tensor.
+
+        The future gives None if the pair broke.
+        """
         return self._queue(_Job(sizes, [], self._loop.create_future()))
 
     def stop(self) -> None:

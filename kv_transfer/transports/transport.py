@@ -24,31 +24,31 @@ OnMessage = Callable[[Hashable, memoryview, list[Buffer]], None]
 
 
 class Dialer(Protocol):
-    """Send messages from a node: one connection to each receiver, made on demand."""
+    """The sending end of a transport: one connection to each receiver, made on demand."""
 
     @property
     def payload(self) -> Payload:
-        """Return the Payload for buffers that can be sent as frames."""
+        """Return the Payload that handles the buffers which can be sent as frames."""
         ...
 
     @property
     def key(self) -> bytes:
-        """Return the key by which Listeners that require keys know this Dialer; empty if the transport has no keys."""
+        """Return the public key that Listeners must allow; empty if the transport has no keys."""
         ...
 
     @property
     def num_shared_bytes(self) -> int:
-        """Return the bytes of blocks sent through shared memory, over all connections."""
+        """Return how many bytes of blocks were sent through shared memory, over all connections."""
         ...
 
     def start(self, on_reply: OnReply, on_lost: OnLost) -> None:
-        """Set the callbacks. Called once, before any other method."""
+        """Set the callbacks for replies and for lost receivers. Call once, before any other method."""
 
     def connect(self, address: str) -> None:
-        """Dial ahead of the first send. Raises TransferError if the address cannot be used."""
+        """Begin to connect to a receiver, before the first send. Raises TransferError if the address cannot be used."""
 
     def send(self, address: str, header: bytes, frames: Sequence[Buffer] = ()) -> asyncio.Future[None]:
-        """Queue a message, and dial if there is no connection.
+        """Queue a message for a receiver, and dial if there is no connection.
 
         The future completes when the frames may be reused, whether they were sent or lost; it never fails.
         """
@@ -58,36 +58,39 @@ class Dialer(Protocol):
         """Break the connection to a receiver, if there is one, and call on_lost. Messages in flight may be lost."""
 
     async def close(self) -> None:
-        """Drop queued messages; return when every frame may be reused."""
+        """Drop queued messages and close all connections; return when every frame may be reused."""
 
 
 class Listener(Protocol):
-    """Receive messages at a node."""
+    """The receiving end of a transport."""
 
     @property
     def payload(self) -> Payload:
-        """Return the Payload for the buffers in which frames arrive."""
+        """Return the Payload that handles the buffers in which frames arrive."""
         ...
 
     @property
     def num_shared_bytes(self) -> int:
-        """Return the bytes of blocks received through shared memory, over all connections."""
+        """Return how many bytes of blocks were received through shared memory, over all connections."""
         ...
 
     @property
     def address(self) -> str:
-        """Return the address that Dialers dial."""
+        """Return the address at which Dialers reach this Listener."""
         ...
 
     def allow(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Allow the Dialers with these keys to connect, if the transport has keys; return the newly allowed keys."""
+        """Allow the Dialers with these public keys to connect; return those that were not allowed before.
+
+        Does nothing and returns none if the transport has no keys.
+        """
         ...
 
     def start(self, on_message: OnMessage) -> None:
-        """Set the callback. Called once, before any method but `allow`."""
+        """Set the callback for messages. Call once, before any method but `allow`."""
 
     def reply(self, peer: Hashable, header: bytes) -> None:
-        """Send a header to the peer of a message; lost if the peer is gone."""
+        """Send a header to the peer of a message; it is lost if the peer is gone."""
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Stop listening, and close every connection."""

@@ -26,7 +26,7 @@ from kv_transfer.payload import HOST, Payload
 from kv_transfer.receiver import Alarm
 from kv_transfer.results import TransferError
 from kv_transfer.shared_memory import notes
-from kv_transfer.shared_memory.lending import Borrower, Lender, Loan
+from kv_transfer.shared_memory.sharing import MemoryReader, MemoryServer, MemoryWriter
 from kv_transfer.transports.transport import MAX_FRAMES, OnLost, OnMessage, OnReply
 from kv_transfer.transports.zmq_keys import ConnectionKey, Keyring
 from kv_transfer.wire import MAX_PAYLOAD_BYTES
@@ -36,7 +36,7 @@ from serving_core.process.heap import keep_freed_memory
 
 
 class Inbox:
-    """Own a socket, and receive its messages, one in each turn of the loop."""
+    """Owns a ZeroMQ socket, and passes on its messages, one in each turn of the loop."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[zmq.Frame]], None]) -> None:
         self._socket = socket
@@ -48,7 +48,7 @@ class Inbox:
         self.nudge()
 
     def nudge(self) -> None:
-        """Check for messages in the next turn.
+        """Check for messages in the loop's next turn.
 
         Call after every other use of the socket: its descriptor signals a change only once, to the first reader.
         """
@@ -90,7 +90,7 @@ NO_HEADER = b""  # marks a note of shared memory in the next frame, which a head
 
 
 class Connection:
-    """Hold one DEALER, and detect a broken connection.
+    """The Dialer's connection to one receiver: a DEALER socket, and alarms that detect a broken connection.
 
     ZeroMQ's monitor reports most breaks. An alarm detects a receiver that takes nothing any more; heartbeats of ZeroMQ
     would not, since pings queue behind the frames. Another alarm detects a connection that is not made in time, which
@@ -102,7 +102,7 @@ class Connection:
         context: "zmq.Context[zmq.Socket[bytes]]",
         address: str,
         keyring: Keyring,
-        lender: Lender | None,
+        memory_server: MemoryServer | None,
         on_reply: OnReply,
         on_broken: Callable[[], None],
     ) -> None:
@@ -122,17 +122,20 @@ class Connection:
         self._stalled = Alarm(on_broken)
         self._num_held = 0  # messages whose frames ZeroMQ holds
         self._is_closed = False
-        self._loan = None if lender is None else Loan(lender, self._tell, on_broken)
+        self._memory_writer = None if memory_server is None else MemoryWriter(memory_server, self._send_note, on_broken)
 
     @property
     def shares_memory(self) -> bool:
         """Return whether blocks go through shared memory now."""
-        return self._loan is not None and self._loan.is_taken
+        return self._memory_writer is not None and self._memory_writer.is_accepted
 
     def send(self, header: bytes, frames: Sequence[memoryview]) -> asyncio.Future[None]:
-        """Send a message, as Dialer.send."""
-        if self._loan is not None and (lent := self._loan.lend(frames)) is not None:
-            note, released = lent
+        """Send a message, through shared memory if possible; return a future of when its frames may be reused.
+
+        It is dropped, with a warning, if SEND_QUEUE_MESSAGES are queued.
+        """
+        if self._memory_writer is not None and (filled := self._memory_writer.write(frames)) is not None:
+            note, released = filled
             self._queue([NO_HEADER, notes.encode(note), header])
         else:
             views = [memoryview(frame) for frame in frames]
@@ -148,8 +151,8 @@ class Connection:
     def close(self) -> None:
         """Drop queued messages and close the sockets."""
         self._is_closed = True
-        if self._loan is not None:
-            self._loan.close()
+        if self._memory_writer is not None:
+            self._memory_writer.close()
         self._late.set(None)
         self._stalled.set(None)
         self._dealer.disable_monitor()
@@ -163,16 +166,16 @@ class Connection:
             logger.warning("a message was dropped: %d wait for the receiver already", SEND_QUEUE_MESSAGES)
         self._inbox.nudge()
 
-    def _tell(self, note: notes.Note) -> None:
+    def _send_note(self, note: notes.Note) -> None:
         self._queue([NO_HEADER, notes.encode(note)])
 
     def _take(self, parts: list[zmq.Frame]) -> None:
         header, *rest = parts
-        if len(header) or not rest or self._loan is None:
+        if len(header) or not rest or self._memory_writer is None:
             self._on_reply(header.buffer)
             return
         try:
-            self._loan.take(notes.decode(rest[0].buffer))
+            self._memory_writer.handle(notes.decode(rest[0].buffer))
         except TransferError as error:
             logger.warning("a note of shared memory was dropped: %s", error)
 
@@ -193,7 +196,7 @@ class Connection:
 
 
 def choose_family(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-    """Select IPv4 or IPv6 before a socket binds or connects.
+    """Select IPv4 or IPv6 for a socket, before it binds to or connects to this endpoint.
 
     IPv6 is enabled only for IPv6 addresses; otherwise libzmq would pick an interface's IPv6 address by its name.
     """
@@ -246,27 +249,31 @@ WILDCARDS = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
 
 
 class ZmqListener:
-    """Listen on an endpoint such as tcp://192.0.2.1:5600, tcp://eth0:* (any free port) or ipc:///run/node.sock.
+    """The ZeroMQ Listener, on an endpoint tcp://HOST:PORT or ipc://PATH.
 
-    With a keyring, tcp connections are encrypted, and only its keys can connect.
+    HOST is an address or an interface; PORT may be * for any free one. With a keyring, tcp connections are encrypted,
+    and only its keys can connect.
     """
 
     payload: Payload = HOST
 
     def __init__(self, bind: str, keyring: Keyring | None = None, *, shares_memory: bool = False) -> None:
-        """Bind. Raises SettingsError if the endpoint cannot be used. Sets how this process keeps freed memory."""
+        """Bind to the endpoint. Raises SettingsError if it cannot be used.
+
+        Also sets how this process keeps freed memory.
+        """
         if bind.startswith(WILDCARDS):
             raise SettingsError(f"{bind} names no host that senders could dial: give an address or an interface")
         if bind.startswith(IPC) and len(bind) - len(IPC) > zmq.IPC_PATH_MAX_LEN:
             raise SettingsError(f"the path of {bind} is longer than {zmq.IPC_PATH_MAX_LEN} characters")
         keep_freed_memory()
-        self._borrower = Borrower(self._tell, is_willing=shares_memory)
+        self._memory_reader = MemoryReader(self._send_note, is_willing=shares_memory)
         self._context = zmq.Context()
         self._router = open_socket(self._context, zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a disconnected peer raises
         self._router.setsockopt(zmq.HANDSHAKE_IVL, SHAKE_MS)
         self._guard = keyring or ConnectionKey()
-        self._questions = self._guard.guard(self._router, self._context)
+        self._auth_socket = self._guard.guard(self._router, self._context)
         try:
             choose_family(self._router, bind)
             self._router.bind(bind)
@@ -277,7 +284,7 @@ class ZmqListener:
 
     @property
     def num_shared_bytes(self) -> int:
-        return self._borrower.num_bytes
+        return self._memory_reader.num_bytes
 
     @property
     def address(self) -> str:
@@ -292,7 +299,7 @@ class ZmqListener:
 
     def start(self, on_message: OnMessage) -> None:
         self._on_message = on_message
-        self._gate = Inbox(self._questions, partial(self._guard.answer, self._questions))
+        self._auth_inbox = Inbox(self._auth_socket, partial(self._guard.authenticate, self._auth_socket))
         self._inbox = Inbox(self._router, self._take)
 
     def reply(self, peer: Hashable, header: bytes) -> None:
@@ -301,13 +308,13 @@ class ZmqListener:
 
     async def close(self) -> None:
         endpoint = self._endpoint
-        self._borrower.close()
+        self._memory_reader.close()
         self._inbox.close()
-        self._gate.close()
+        self._auth_inbox.close()
         self._context.destroy(linger=0)
         _remove_socket(endpoint, self._file)
 
-    def _tell(self, peer: bytes, note: notes.Note) -> None:
+    def _send_note(self, peer: bytes, note: notes.Note) -> None:
         self._send([peer, NO_HEADER, notes.encode(note)])
 
     def _send(self, parts: Sequence[bytes]) -> None:
@@ -333,9 +340,9 @@ class ZmqListener:
             return False
         match note, headers:
             case notes.Offer(), ():
-                self._borrower.take_offer(peer, note)
-            case notes.Lent(), (header,):
-                if (copy := self._borrower.copy_of(peer, note)) is not None:
+                self._memory_reader.handle_offer(peer, note)
+            case notes.SlotFilled(), (header,):
+                if (copy := self._memory_reader.copy_slot(peer, note)) is not None:
                     self._on_message(peer, header.buffer, [copy])
             case _:
                 return False
@@ -343,7 +350,7 @@ class ZmqListener:
 
 
 class ZmqDialer:
-    """Dial ZmqListeners, encrypted ones with the keyring's key.
+    """The ZeroMQ Dialer: sends to ZmqListeners, to encrypted ones with the keyring's key.
 
     `spares` are file descriptors reserved for dialing when the process has none left.
     """
@@ -360,7 +367,7 @@ class ZmqDialer:
         # Start the threads now: libzmq aborts the process if they find no file descriptor.
         self._context.socket(zmq.DEALER).close()
         self._shares_memory = shares_memory
-        self._lender: Lender | None = None
+        self._memory_server: MemoryServer | None = None
         self._connections: OrderedDict[str, Connection] = OrderedDict()  # least recently used first
         self._held: set[asyncio.Future[None]] = set()  # messages whose frames ZeroMQ holds
 
@@ -370,14 +377,14 @@ class ZmqDialer:
 
     @property
     def num_shared_bytes(self) -> int:
-        return self._lender.num_bytes if self._lender is not None else 0
+        return self._memory_server.num_bytes if self._memory_server is not None else 0
 
     def start(self, on_reply: OnReply, on_lost: OnLost) -> None:
         self._on_reply = on_reply
         self._on_lost = on_lost
         if self._shares_memory:
             try:
-                self._lender = Lender()
+                self._memory_server = MemoryServer()
             except OSError as error:
                 logger.warning("no memory is shared with receivers on this machine: %s", error.strerror)
 
@@ -396,7 +403,7 @@ class ZmqDialer:
         return released
 
     def shares_with(self, address: str) -> bool:
-        """Return whether blocks for this receiver go through shared memory now."""
+        """Return whether blocks for the receiver at this address go through shared memory now."""
         return address in self._connections and self._connections[address].shares_memory
 
     def hang_up(self, address: str) -> None:
@@ -408,8 +415,8 @@ class ZmqDialer:
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
-        if self._lender is not None:
-            self._lender.close()
+        if self._memory_server is not None:
+            self._memory_server.close()
         if self._held:
             _, still_held = await asyncio.wait(self._held, timeout=CLOSE_TIMEOUT_S)
             if still_held:
@@ -425,7 +432,12 @@ class ZmqDialer:
                 self._spares.release()
             try:
                 connection = Connection(
-                    self._context, address, self._keyring, self._lender, self._on_reply, lambda: self._lose(address)
+                    self._context,
+                    address,
+                    self._keyring,
+                    self._memory_server,
+                    self._on_reply,
+                    lambda: self._lose(address),
                 )
             except zmq.ZMQError as error:
                 if error.errno in NONE_LEFT:

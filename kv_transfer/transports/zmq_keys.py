@@ -31,37 +31,37 @@ _OK, _DENIED = b"200", b"400"
 Context = zmq.Context[zmq.Socket[bytes]]
 
 
-class Question(NamedTuple):
-    """Hold one authentication request: a mechanism of ZeroMQ and its credentials."""
+class AuthRequest(NamedTuple):
+    """An authentication request of ZeroMQ (ZAP): the mechanism, and the credentials of a connection."""
 
     request_id: bytes
     mechanism: bytes
     credentials: list[bytes]
 
 
-def open_gate(router: "zmq.Socket[bytes]", context: Context) -> "zmq.Socket[bytes]":
-    """Return the socket on which authentication requests arrive.
+def open_auth_socket(router: "zmq.Socket[bytes]", context: Context) -> "zmq.Socket[bytes]":
+    """Return the socket on which authentication requests for `router`, a Listener's socket, arrive.
 
-    Call before a Listener binds its socket. Without replies no connection is accepted.
+    Call before the Listener binds its socket. Without replies no connection is accepted.
     """
-    questions = context.socket(zmq.REP)
-    questions.setsockopt(zmq.LINGER, 0)
-    questions.bind(_ZAP_ADDRESS)
+    auth_socket = context.socket(zmq.REP)
+    auth_socket.setsockopt(zmq.LINGER, 0)
+    auth_socket.bind(_ZAP_ADDRESS)
     router.setsockopt(zmq.ZAP_DOMAIN, b"kv")
     router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    return questions
+    return auth_socket
 
 
-def read_question(parts: Sequence[zmq.Frame]) -> Question:
-    """Return a received authentication request."""
+def read_auth_request(parts: Sequence[zmq.Frame]) -> AuthRequest:
+    """Return the authentication request in the frames of a received message."""
     _version, request_id, _domain, _address, _identity, mechanism, *credentials = (part.bytes for part in parts)
-    return Question(request_id, mechanism, credentials)
+    return AuthRequest(request_id, mechanism, credentials)
 
 
-def send_verdict(questions: "zmq.Socket[bytes]", question: Question, *, may_come_in: bool) -> None:
-    """Send the verdict."""
-    status = _OK if may_come_in else _DENIED
-    questions.send_multipart([_VERSION, question.request_id, status, b"", b"", b""], zmq.NOBLOCK)
+def send_auth_reply(auth_socket: "zmq.Socket[bytes]", request: AuthRequest, *, is_accepted: bool) -> None:
+    """Tell ZeroMQ whether it may accept the connection of this request."""
+    status = _OK if is_accepted else _DENIED
+    auth_socket.send_multipart([_VERSION, request.request_id, status, b"", b"", b""], zmq.NOBLOCK)
 
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ _REFUSED: Final = "a connection without the key of a descriptor was refused"
 
 
 class ConnectionKey:
-    """Require the key of every connection to a Listener."""
+    """Requires a random key, which travels in descriptors, of every connection to a Listener."""
 
     def __init__(self) -> None:
         self._key = secrets.token_hex(CONNECTION_KEY_BYTES)
@@ -84,25 +84,28 @@ class ConnectionKey:
         return []
 
     def guard(self, router: "zmq.Socket[bytes]", context: Context) -> "zmq.Socket[bytes]":
-        """Protect a Listener's socket before it binds. Return the socket whose messages go to `answer`."""
+        """Protect a Listener's socket before it binds; return the socket whose messages go to `authenticate`."""
         router.setsockopt(zmq.PLAIN_SERVER, 1)
-        return open_gate(router, context)
+        return open_auth_socket(router, context)
 
-    def answer(self, questions: "zmq.Socket[bytes]", parts: list[zmq.Frame]) -> None:
-        """Decide whether a connection is accepted."""
-        question = read_question(parts)
-        is_known = secrets.compare_digest(question.credentials[-1], self._key.encode())
-        send_verdict(questions, question, may_come_in=is_known)
+    def authenticate(self, auth_socket: "zmq.Socket[bytes]", parts: list[zmq.Frame]) -> None:
+        """Reply to the authentication request in these frames: accept the connection if it has the key."""
+        request = read_auth_request(parts)
+        is_known = secrets.compare_digest(request.credentials[-1], self._key.encode())
+        send_auth_reply(auth_socket, request, is_accepted=is_known)
         if not is_known and self._reminder.is_due(_REFUSED, time.monotonic()):
             logger.warning(_REFUSED)
 
     def address_of(self, endpoint: str) -> str:
-        """Return the address of a guarded Listener: ENDPOINT#KEY."""
+        """Return the address of a Listener on this endpoint, for descriptors: ENDPOINT#KEY."""
         return f"{endpoint}#{self._key}"
 
 
-def show_key(dealer: "zmq.Socket[bytes]", address: str) -> str:
-    """Set the key on a Dialer's socket, and return the endpoint to connect to. Raises TransferError."""
+def set_key(dealer: "zmq.Socket[bytes]", address: str) -> str:
+    """Set the key in a descriptor's address (ENDPOINT#KEY) on a Dialer's socket; return the endpoint to connect to.
+
+    Raises TransferError for an address without a valid key.
+    """
     endpoint, separator, key = address.rpartition("#")
     if not separator or len(key) != 2 * CONNECTION_KEY_BYTES or not key.isascii() or not key.isalnum():
         raise TransferError("the descriptor's address cannot be dialled")
@@ -119,7 +122,7 @@ _ADDRESS: Final = re.compile(r"curve://(?P<place>[^/]+)/(?P<key>[0-9a-f]{64})")
 
 
 class Keyring:
-    """Hold one rank's key pair, in memory only, and the public keys that may connect."""
+    """One rank's CURVE key pair, in memory only, and the public keys that may connect."""
 
     def __init__(self) -> None:
         public, secret = zmq.curve_keypair()
@@ -128,7 +131,10 @@ class Keyring:
         self._num_strangers = 0
 
     def allow(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Allow these keys, and return the new ones. Above MAX_KEYS the oldest keys are dropped."""
+        """Allow Dialers with these public keys to connect; return the keys that are new.
+
+        Keys of a wrong length are ignored. Above MAX_KEYS the oldest keys are dropped.
+        """
         new = [key for key in dict.fromkeys(keys) if len(key) == KEY_BYTES and key not in self._allowed]
         self._allowed.update(dict.fromkeys(new))
         while len(self._allowed) > MAX_KEYS:
@@ -136,19 +142,19 @@ class Keyring:
         return new
 
     def guard(self, router: "zmq.Socket[bytes]", context: Context) -> "zmq.Socket[bytes]":
-        """Protect a Listener's socket before it binds. Return the socket whose messages go to `answer`."""
+        """Protect a Listener's socket before it binds; return the socket whose messages go to `authenticate`."""
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES + OVERHEAD_BYTES)
-        return open_gate(router, context)
+        return open_auth_socket(router, context)
 
-    def answer(self, questions: "zmq.Socket[bytes]", parts: list[zmq.Frame]) -> None:
-        """Decide whether a connection is accepted."""
-        question = read_question(parts)
-        is_known = question.mechanism == b"CURVE" and question.credentials[0] in self._allowed
+    def authenticate(self, auth_socket: "zmq.Socket[bytes]", parts: list[zmq.Frame]) -> None:
+        """Reply to the authentication request in these frames: accept the connection if its public key is allowed."""
+        request = read_auth_request(parts)
+        is_known = request.mechanism == b"CURVE" and request.credentials[0] in self._allowed
         if not is_known:
             self._note_stranger()
-        send_verdict(questions, question, may_come_in=is_known)
+        send_auth_reply(auth_socket, request, is_accepted=is_known)
 
     def _note_stranger(self) -> None:
         """Log unknown keys at counts that are powers of two."""
@@ -157,13 +163,16 @@ class Keyring:
             logger.warning("%d times somebody dialled with an unknown key, and was sent away", self._num_strangers)
 
     def address_of(self, endpoint: str) -> str:
-        """Return the address of a guarded Listener on a tcp:// endpoint."""
+        """Return the address of a Listener on this tcp:// endpoint, for descriptors: curve://HOST:PORT/KEY."""
         return f"curve://{endpoint.removeprefix('tcp://')}/{self.public.hex()}"
 
     def prepare(self, dealer: "zmq.Socket[bytes]", address: str) -> str:
-        """Set the keys on a Dialer's socket, and return the endpoint to connect to. Raises TransferError."""
+        """Set the keys for a Listener's address on a Dialer's socket; return the endpoint to connect to.
+
+        An address that is not curve:// is handled by set_key. Raises TransferError for an invalid address.
+        """
         if not address.startswith("curve://"):
-            return show_key(dealer, address)
+            return set_key(dealer, address)
         if (match := _ADDRESS.fullmatch(address)) is None:
             raise TransferError("the descriptor's address cannot be dialled")
         dealer.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(match["key"]))

@@ -12,7 +12,7 @@ from engine.engine import Engine
 from kv_transfer.descriptor import holder_address_of
 from kv_transfer.distributed_kv.holder import KVHolder
 from kv_transfer.distributed_kv.remote_kv import RemoteKV, most_tiles_of, open_remote_kv
-from kv_transfer.distributed_kv.wire import KEY_BYTES, Asker
+from kv_transfer.distributed_kv.wire import KEY_BYTES, TileRequest
 from kv_transfer.results import TransferError
 from serving_core.errors import SettingsError
 from serving_core.node.requests import NodeRequest
@@ -49,7 +49,7 @@ class RemoteKVEnds:
         self,
         settings: NodeSettings,
         engine: Engine,
-        lease: Callable[[int, int, Asker], list[int]],
+        lease: Callable[[int, int, TileRequest], list[int]],
         release: Callable[[int], None],
         on_opened: Callable[[NodeRequest, RemoteKV | None], None],
     ) -> None:
@@ -107,7 +107,7 @@ class RemoteKVEnds:
         """Place tiles on the first host with room; None without such a host."""
         distributed, block_ids = decision.node_request.distributed, decision.block_ids
         assert distributed is not None
-        asker = Asker(decision.node_request.age, decision.is_again, distributed.longest_step_s)
+        tile_request = TileRequest(decision.node_request.age, decision.is_again, distributed.longest_step_s)
 
         def read(layer: int, num_tiles: int) -> tuple[memoryview, memoryview]:
             return self._pool.read(layer, block_ids[: num_tiles * self._blocks_each])
@@ -121,7 +121,7 @@ class RemoteKVEnds:
                     most_tiles,
                     self._layers,
                     read,
-                    asker=asker,
+                    tile_request=tile_request,
                     **self._sizes,
                 )
             except (OSError, ValueError, TransferError) as error:
@@ -131,9 +131,9 @@ class RemoteKVEnds:
                 return remote_kv
         return None
 
-    def _leased(self, number: int, most_tiles: int, asker: Asker) -> list[int]:
+    def _leased(self, number: int, most_tiles: int, tile_request: TileRequest) -> list[int]:
         leased: Future[list[int]] = Future()
-        self._in_loop(lambda: leased.set_result(self._lease(number, most_tiles, asker)))
+        self._in_loop(lambda: leased.set_result(self._lease(number, most_tiles, tile_request)))
         return leased.result(LOOP_S)
 
     def _released(self, number: int) -> None:

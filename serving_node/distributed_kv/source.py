@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from decode_node.preemption import Preemption
-from kv_transfer.distributed_kv.wire import Asker
+from kv_transfer.distributed_kv.wire import TileRequest
 from protos import inference_pb2
 from serving_core import reasons
 from serving_core.node.blocks import BlockAllocator, BlockLease
@@ -92,18 +92,18 @@ class DistributedKV(StepSource):
 
     # ---- tiles of other nodes ----
 
-    def lease_remote_kv(self, number: int, most_tiles: int, asker: Asker, now: float) -> list[int]:
+    def lease_remote_kv(self, number: int, most_tiles: int, tile_request: TileRequest, now: float) -> list[int]:
         """Return blocks for tiles of another node's request; the list may be empty.
 
         If the request asks again, room is made for it.
         """
-        if not self.may_hold(asker.age):
+        if not self.may_hold(tile_request.age):
             return []
-        block_ids = self._lease(number, most_tiles, asker.age)
+        block_ids = self._lease(number, most_tiles, tile_request.age)
         if block_ids:
-            self._reservation.serve(asker.age, now, asker.step_s)
-        elif asker.is_again and self.held_kv.may_grow_for(asker.age):
-            self._reservation.put(asker.age, now, asker.step_s)
+            self._reservation.serve(tile_request.age, now, tile_request.step_s)
+        elif tile_request.is_again and self.held_kv.may_grow_for(tile_request.age):
+            self._reservation.put(tile_request.age, now, tile_request.step_s)
         return block_ids
 
     def may_hold(self, age: int) -> bool:

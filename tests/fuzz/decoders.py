@@ -58,7 +58,7 @@ from coordinator.text.rendering import Renderer
 from coordinator.text.tokenizer import read_tokenizer
 from kv_transfer import wire
 from kv_transfer.descriptor import TransferDescriptor
-from kv_transfer.distributed_kv.wire import MAX_BYTES, hear, hear_payload
+from kv_transfer.distributed_kv.wire import MAX_BYTES, receive_header, receive_payload
 from kv_transfer.results import TransferError
 from kv_transfer.shared_memory import notes
 from kv_transfer.transports.dist_stream import DistAddress, pack_key, pack_sizes, unpack_key, unpack_message
@@ -154,9 +154,9 @@ def remote_kv_messages(data: bytes) -> None:
         ours.settimeout(10)
         theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
-        while (header := hear(ours)) is not None:
+        while (header := receive_header(ours)) is not None:
             assert header.num_bytes <= MAX_BYTES
-            hear_payload(ours, header, min(header.num_bytes, len(data)))
+            receive_payload(ours, header, min(header.num_bytes, len(data)))
 
 
 @refuses(TransferError)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from kv_transfer.descriptor import TransferDescriptor
-from kv_transfer.distributed_kv.wire import Kind, tell
+from kv_transfer.distributed_kv.wire import Kind, send_message
 from protos import fleet_pb2
 from protos.convert import shape_to_wire
 from serving_core.shapes import Shape
@@ -48,11 +48,11 @@ def commands() -> Iterator[bytes]:
 
 
 def remote_kv_talk() -> Iterator[bytes]:
-    for told in ([(Kind.OPEN, b"k" * 32)], [(Kind.PUT, b"blocks"), (Kind.ASK, b"query"), (Kind.PARTIALS, b"")]):
+    for told in ([(Kind.OPEN, b"k" * 32)], [(Kind.PUT, b"blocks"), (Kind.QUERY, b"query"), (Kind.PARTIALS, b"")]):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             for layer, (kind, payload) in enumerate(told):
-                tell(ours, kind, payload, layer=layer, number=2)
+                send_message(ours, kind, payload, layer=layer, number=2)
             yield theirs.recv(4096)
 
 

@@ -131,7 +131,7 @@ def test_a_sender_waits_for_slots_and_not_for_ever(monkeypatch):
 
 def test_what_is_no_area_is_not_opened():
     """Nor leads to anything but an error of the kinds that a pair ends with."""
-    told = unpack(Area.taken(CUDA).told, MAX_HANDLE_BYTES)
+    told = unpack(Area.taken(CUDA).packed_handle, MAX_HANDLE_BYTES)
     wrong = [told[:-1], [*told, 1], ["1", *told[1:]], [0, *told[1:]]]
     wrong += [[*told[:place], other, *told[place + 1 :]] for place in range(2, 8) for other in ("text", -1, 1.5, [])]
     wrong += [[*told[:3], size, *told[4:]] for size in (AREA_BYTES - 1, AREA_BYTES + 1)]

@@ -37,10 +37,10 @@ class PoolRemoteKV:
     def __init__(self, attention, num_tiles, block_ids):
         self.partial, self.num_tiles, self._block_ids = PartialAttention(attention), num_tiles, block_ids
 
-    def ask(self, layer, query):
+    def send_query(self, layer, query):
         self._answer = self.partial.partials(bytearray(query), layer, self._block_ids)
 
-    def answer(self, layer):
+    def receive_partials(self, layer):
         return memoryview(self._answer).cast("B")
 
     def carry(self, layer, queries, partials):
@@ -114,13 +114,13 @@ class LostRemoteKV:
         self.is_silent = False
         self.num_asked = 0
 
-    def ask(self, layer, query):
+    def send_query(self, layer, query):
         self.num_asked += 1
         self.is_silent = self._times_out
         raise ConnectionError("it is gone")
 
     def carry(self, layer, queries, partials):
-        self.ask(layer, queries)
+        self.send_query(layer, queries)
 
 
 def _engine(folder, dtype="float32"):

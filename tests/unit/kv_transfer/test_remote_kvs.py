@@ -11,7 +11,7 @@ import torch
 from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.distributed_kv.holder import MAX_ROWS, MAX_STRANGERS, KVHolder
 from kv_transfer.distributed_kv.remote_kv import RemoteKV, most_tiles_of, open_remote_kv
-from kv_transfer.distributed_kv.wire import HEADER_BYTES, KEY_BYTES, Asker, Kind, hear_answer, tell
+from kv_transfer.distributed_kv.wire import HEADER_BYTES, KEY_BYTES, Kind, TileRequest, receive_reply, send_message
 from kv_transfer.results import RemoteKVRevoked, TransferError
 from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
@@ -22,7 +22,7 @@ LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, block_size=8
 KEY = bytes(range(KEY_BYTES))
 TILE = 32  # tokens, four blocks
 SIZES = {"row_bytes": 8, "partial_bytes": 12}
-ASKER = Asker(2**40 + 7, is_again=True, step_s=5.25)
+TILE_REQUEST = TileRequest(2**40 + 7, is_again=True, step_s=5.25)
 CPU = torch.device("cpu")
 
 
@@ -61,9 +61,9 @@ def holder(held_kv):
 
 
 def _lease(held_kv):
-    def lease(number, most_tiles, asker):
-        assert asker == ASKER
-        return held_kv.lease(number, most_tiles, asker.age)
+    def lease(number, most_tiles, tile_request):
+        assert tile_request == TILE_REQUEST
+        return held_kv.lease(number, most_tiles, tile_request.age)
 
     return lease
 
@@ -72,7 +72,7 @@ def _open(holder, pool, num_tiles, key=KEY):
     def read(layer, num):
         return pool.read(layer, list(range(num * TILE // LAYOUT.block_size)))
 
-    return open_remote_kv(holder.address, key, num_tiles, LAYOUT.layers, read, asker=ASKER, **SIZES)
+    return open_remote_kv(holder.address, key, num_tiles, LAYOUT.layers, read, tile_request=TILE_REQUEST, **SIZES)
 
 
 def _filled():
@@ -94,8 +94,8 @@ def test_what_is_put_there_is_asked_for_and_let_go(holder, held_kv):
     remote_kv = _open(holder, _filled(), 2)
     assert (remote_kv.num_tiles, held_kv.num_blocks) == (2, 8)
     for layer in LAYOUT.layers:
-        remote_kv.ask(layer, memoryview(np.array([7.0])).cast("B"))
-        answer = np.frombuffer(remote_kv.answer(layer), np.float32).reshape(2, 3).tolist()
+        remote_kv.send_query(layer, memoryview(np.array([7.0])).cast("B"))
+        answer = np.frombuffer(remote_kv.receive_partials(layer), np.float32).reshape(2, 3).tolist()
         assert answer == [[7, layer, 100 * layer], [7, layer, 100 * layer + 4]]
         queries = memoryview(np.array([7.0, 8.0])).cast("B")
         begun = remote_kv.carry(layer, queries, memoryview(b""))
@@ -140,7 +140,7 @@ def test_who_has_no_key_gets_nothing(holder, held_kv):
 @pytest.mark.parametrize(
     ("kind", "layer", "number", "payload"),
     [
-        (Kind.ASK, 0, 0, b"8 bytes."),  # before anything was put there
+        (Kind.QUERY, 0, 0, b"8 bytes."),  # before anything was put there
         (Kind.CARRY, 0, 1, b"8 bytes."),
         (Kind.PUT, 0, 0, b"too short"),
         (Kind.PUT, 5, 0, b""),  # there is no such layer
@@ -149,9 +149,9 @@ def test_who_has_no_key_gets_nothing(holder, held_kv):
 )
 def test_what_is_not_to_come_ends_the_remote_kv(holder, held_kv, kind, layer, number, payload):
     with _connect(holder) as connection:
-        tell(connection, kind, payload, layer=layer, number=number)
+        send_message(connection, kind, payload, layer=layer, number=number)
         with pytest.raises((TransferError, OSError)):
-            hear_answer(connection, Kind.PUT)
+            receive_reply(connection, Kind.PUT)
     _wait(lambda: held_kv.num_blocks == 0)
 
 
@@ -197,17 +197,19 @@ def test_a_flipped_layer_is_noticed_on_either_way(holder, held_kv):
 
 def test_an_answer_for_another_layer_is_refused(holder, held_kv):
     remote_kv = _open(holder, _filled(), 1)
-    remote_kv.ask(1, memoryview(bytes(8)))
+    remote_kv.send_query(1, memoryview(bytes(8)))
     with pytest.raises(OSError, match="answers for layer 1 in place of 0"):
-        remote_kv.answer(0)
+        remote_kv.receive_partials(0)
 
 
 def _flipping(holder, *, send):
     """Return remote KV of one tile, over a connection on which a bit of the next header's layer flips one way."""
     connection = _connect(holder)
     for layer in LAYOUT.layers:
-        tell(connection, Kind.PUT, bytes(sum(LAYOUT.cache_bytes(layer)) * TILE // LAYOUT.block_size), layer=layer)
-        hear_answer(connection, Kind.PUT, layer=layer)
+        send_message(
+            connection, Kind.PUT, bytes(sum(LAYOUT.cache_bytes(layer)) * TILE // LAYOUT.block_size), layer=layer
+        )
+        receive_reply(connection, Kind.PUT, layer=layer)
     return RemoteKV(holder.address, _FlippingConnection(connection, send=send), 1, **SIZES)
 
 
@@ -215,8 +217,8 @@ def _connect(holder):
     """Open remote KV of one tile and return its connection, before any layer is sent."""
     name, _, port = holder.address.rpartition(":")
     connection = socket.create_connection((name, int(port)), 60)
-    tell(connection, Kind.OPEN, KEY + ASKER.pack(), number=1)
-    assert hear_answer(connection, Kind.OPENED)[0].number == 1
+    send_message(connection, Kind.OPEN, KEY + TILE_REQUEST.pack(), number=1)
+    assert receive_reply(connection, Kind.OPENED)[0].number == 1
     return connection
 
 
@@ -252,12 +254,12 @@ def test_damaged_bytes_are_noticed(holder, held_kv):
     with _connect(holder) as connection:
         taken, kept = socket.socketpair()
         with taken, kept:
-            tell(taken, Kind.PUT, bytes(sum(sizes)), layer=0)
+            send_message(taken, Kind.PUT, bytes(sum(sizes)), layer=0)
             message = _all(kept, sum(sizes))
         message[-1] ^= 1
         connection.sendall(message)
         with pytest.raises((TransferError, OSError)):
-            hear_answer(connection, Kind.PUT)
+            receive_reply(connection, Kind.PUT)
     _wait(lambda: held_kv.num_blocks == 0)
 
 
@@ -270,8 +272,8 @@ def _all(connection, num_bytes):
 
 
 def _ask(remote_kv, num_rows=1):
-    remote_kv.ask(0, memoryview(bytes(num_rows * SIZES["row_bytes"])))
-    remote_kv.answer(0)
+    remote_kv.send_query(0, memoryview(bytes(num_rows * SIZES["row_bytes"])))
+    remote_kv.receive_partials(0)
 
 
 def _carry(remote_kv, num_rows, num_partials=0):
@@ -297,7 +299,7 @@ def test_blocks_that_are_revoked_are_free_before_anything_is_asked_and_whoever_a
     _ask(remote_kv)
     holder.revoke(1)
     _wait(lambda: held_kv.num_blocks == 0)
-    _wait(lambda: not _host_threads())  # or it would be in time to hear the question
+    _wait(lambda: not _host_threads())  # or it would be in time to receive_header the question
     for _ in range(2):
         with pytest.raises(OSError, match=r"older request|reset|pipe|descriptor"):
             asks(remote_kv)
@@ -323,12 +325,12 @@ def test_what_is_revoked_while_it_computes_is_answered_first(holder, held_kv, mo
         return partials(*arguments)
 
     monkeypatch.setattr(Toy, "partials", partials)
-    remote_kv.ask(0, memoryview(bytes(8)))
+    remote_kv.send_query(0, memoryview(bytes(8)))
     assert begun.wait(60)
     holder.revoke(1)
     assert held_kv.num_blocks == 4  # they are being read
     goes_on.set()
-    assert len(remote_kv.answer(0)) == SIZES["partial_bytes"]
+    assert len(remote_kv.receive_partials(0)) == SIZES["partial_bytes"]
     _wait(lambda: held_kv.num_blocks == 0)
     with pytest.raises(OSError, match=r"older request|reset|pipe"):
         _ask(remote_kv)
@@ -342,13 +344,15 @@ def test_what_is_revoked_before_all_tiles_are_there_is_not_opened(holder, held_k
         return _filled().read(layer, list(range(num * TILE // LAYOUT.block_size)))
 
     with pytest.raises((RemoteKVRevoked, ConnectionError)):
-        open_remote_kv(holder.address, KEY, 1, LAYOUT.layers, read, asker=ASKER, **SIZES)
+        open_remote_kv(holder.address, KEY, 1, LAYOUT.layers, read, tile_request=TILE_REQUEST, **SIZES)
     _wait(lambda: held_kv.num_blocks == 0)
 
 
-def test_an_asker_is_told_as_it_is():
+def test_a_tile_request_is_unpacked_as_it_was_packed():
     for step_s in (0.0, 0.001, 5.25, 1e9):
-        assert Asker.unpack(Asker(3, step_s=step_s).pack()) == Asker(3, step_s=min(step_s, (2**32 - 1) / 1000))
+        assert TileRequest.unpack(TileRequest(3, step_s=step_s).pack()) == TileRequest(
+            3, step_s=min(step_s, (2**32 - 1) / 1000)
+        )
 
 
 def test_a_port_that_another_one_has(holder, held_kv):
@@ -374,7 +378,7 @@ def test_an_answer_that_comes_byte_by_byte_is_late_all_the_same():
         thread.start()
         try:
             with pytest.raises(TimeoutError):  # HEADER_BYTES would have come after five seconds
-                hear_answer(ours, Kind.PARTIALS)
+                receive_reply(ours, Kind.PARTIALS)
             assert ours.gettimeout() == 0.3
         finally:
             is_over.set()

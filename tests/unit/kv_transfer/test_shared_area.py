@@ -12,9 +12,8 @@ import sys
 import pytest
 
 from kv_transfer.results import TransferError
-from kv_transfer.shared_memory import lending
 from kv_transfer.shared_memory import memory_socket as socket_module
-from kv_transfer.shared_memory.lending import SEALS, Lender, Loan, ReadArea, WrittenArea
+from kv_transfer.shared_memory import sharing
 from kv_transfer.shared_memory.memory_socket import MemorySocket, address_of, new_socket
 from kv_transfer.shared_memory.notes import (
     HEAD_BYTES,
@@ -22,15 +21,16 @@ from kv_transfer.shared_memory.notes import (
     SECRET_BYTES,
     SLOT_BYTES,
     Decline,
-    Declined,
-    Lent,
     Offer,
-    Returned,
-    Taken,
+    OfferAccepted,
+    OfferDeclined,
+    SlotFilled,
+    SlotFreed,
     decode,
     encode,
     offset_of,
 )
+from kv_transfer.shared_memory.sharing import SEALS, MemoryServer, MemoryWriter, ReadArea, WrittenArea
 from tests.unit.kv_transfer.transfer_kit import skip, until
 
 NONCE = bytes(range(NONCE_BYTES))
@@ -125,7 +125,7 @@ def test_memory_with_holes_is_never_mapped():
 
 
 def test_no_memory_is_shared_where_little_is_left(monkeypatch):
-    monkeypatch.setattr(lending, "available_bytes", lambda: SIZE + lending.LEAST_FREE_BYTES - 1)
+    monkeypatch.setattr(sharing, "available_bytes", lambda: SIZE + sharing.LEAST_FREE_BYTES - 1)
     with pytest.raises(OSError, match="too little"):
         WrittenArea(SIZE, NONCE)
 
@@ -137,16 +137,16 @@ def test_no_memory_is_shared_where_little_is_left(monkeypatch):
     "note",
     [
         Offer(b"n" * 16, b"s" * 32, NONCE, 8),
-        Lent(1, 0, SLOT_BYTES),
-        Taken(),
-        *(Declined(why) for why in Decline),
-        Returned(2**63 - 1),
+        SlotFilled(1, 0, SLOT_BYTES),
+        OfferAccepted(),
+        *(OfferDeclined(why) for why in Decline),
+        SlotFreed(2**63 - 1),
     ],
     ids=str,
 )
 def test_notes(note):
     assert decode(encode(note)) == note
-    assert set(lending._WHY) == {*Decline}
+    assert set(sharing._WHY) == {*Decline}
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,14 @@ def test_notes(note):
         lambda: Offer(b"../run/docker.sock", b"s" * 32, NONCE, 8),
         lambda: Offer(b"n" * 16, b"s" * 31, NONCE, 8),
         lambda: Offer(b"n" * 16, b"s" * 32, NONCE, 65),
-        lambda: Lent(0, 0, 1),
-        lambda: Lent(1, -1, 1),
-        lambda: Lent(1, 64, 1),
-        lambda: Lent(1, 0, SLOT_BYTES + 1),
-        lambda: Lent(1, 0, 0),
-        lambda: Returned(2**64),
+        lambda: SlotFilled(0, 0, 1),
+        lambda: SlotFilled(1, -1, 1),
+        lambda: SlotFilled(1, 64, 1),
+        lambda: SlotFilled(1, 0, SLOT_BYTES + 1),
+        lambda: SlotFilled(1, 0, 0),
+        lambda: SlotFreed(2**64),
         lambda: decode(b""),
-        lambda: decode(encode(Taken())[:-1]),
+        lambda: decode(encode(OfferAccepted())[:-1]),
     ],
 )
 def test_odd_notes_are_refused(make):
@@ -248,16 +248,16 @@ print(len(descriptors))
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 async def test_another_user_gets_nothing_even_with_the_secret():
-    lender, told = Lender(), []
-    loan = Loan(lender, told.append, lambda: None)
+    server, told = MemoryServer(), []
+    writer = MemoryWriter(server, told.append, lambda: None)
     (offer,) = told
     arguments = [sys.executable, "-c", STRANGER, offer.name.hex(), offer.secret.hex()]
     stranger = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.PIPE)
     output, _ = await stranger.communicate()
     assert output == b"0\n"
-    assert lender.num_areas == 0
-    loan.close()
-    lender.close()
+    assert server.num_areas == 0
+    writer.close()
+    server.close()
 
 
 def test_offsets_of_slots_do_not_overlap():

@@ -10,8 +10,7 @@ import pytest
 
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
-from kv_transfer.shared_memory import lending
-from kv_transfer.shared_memory.lending import NUM_SLOTS, Borrower, Lender, Loan, WrittenArea
+from kv_transfer.shared_memory import sharing
 from kv_transfer.shared_memory.memory_socket import address_of, new_socket
 from kv_transfer.shared_memory.notes import (
     HEAD_BYTES,
@@ -19,12 +18,13 @@ from kv_transfer.shared_memory.notes import (
     SECRET_BYTES,
     SLOT_BYTES,
     Decline,
-    Declined,
-    Lent,
     Offer,
-    Returned,
-    Taken,
+    OfferAccepted,
+    OfferDeclined,
+    SlotFilled,
+    SlotFreed,
 )
+from kv_transfer.shared_memory.sharing import NUM_SLOTS, MemoryReader, MemoryServer, MemoryWriter, WrittenArea
 from kv_transfer.transports.zmq import ZmqDialer, ZmqListener
 from tests.unit.kv_transfer.transfer_kit import (
     BIG_LAYOUT,
@@ -55,103 +55,103 @@ def shm(tmp_path):
 
 
 class Ends:
-    """A lender and a borrower, with a wire between them that can be listened to."""
+    """A server and a reader, with a wire between them that can be listened to."""
 
-    def __init__(self, **borrower):
+    def __init__(self, **reader):
         self.said, self.gone = [], []
-        self.lender = Lender()
-        self.borrower = Borrower(self._answer, **({"is_willing": True} | borrower))
-        self.loan = Loan(self.lender, self.said.append, lambda: self.gone.append(True))
+        self.server = MemoryServer()
+        self.reader = MemoryReader(self._answer, **({"is_willing": True} | reader))
+        self.writer = MemoryWriter(self.server, self.said.append, lambda: self.gone.append(True))
         (self.offer,) = self.said
         self.answers = []
 
     def _answer(self, peer, note):
         assert peer == PEER
         self.answers.append(note)
-        self.loan.take(note)
+        self.writer.handle(note)
 
     async def meet(self):
-        self.borrower.take_offer(PEER, self.offer)
+        self.reader.handle_offer(PEER, self.offer)
         await until(lambda: self.answers)
         return self.answers.pop()
 
     def close(self):
-        self.loan.close()
-        self.lender.close()
-        self.borrower.close()
+        self.writer.close()
+        self.server.close()
+        self.reader.close()
 
 
 async def test_a_slot_is_used_again_only_once_it_was_returned():
     ends = Ends()
-    assert ends.loan.lend([memoryview(b"early")]) is None, "nothing is lent before it is taken"
-    assert await ends.meet() == Taken()
-    lent = [ends.loan.lend([memoryview(bytes([number])), memoryview(b"rest")]) for number in range(NUM_SLOTS)]
-    assert len({note.slot for note, _ in lent}) == NUM_SLOTS
-    assert ends.loan.lend([memoryview(b"more")]) is None
+    assert ends.writer.write([memoryview(b"early")]) is None, "nothing is filled before it is taken"
+    assert await ends.meet() == OfferAccepted()
+    filled = [ends.writer.write([memoryview(bytes([number])), memoryview(b"rest")]) for number in range(NUM_SLOTS)]
+    assert len({note.slot for note, _ in filled}) == NUM_SLOTS
+    assert ends.writer.write([memoryview(b"more")]) is None
     for number in (0, NUM_SLOTS - 1):
-        assert ends.borrower.copy_of(PEER, lent[number][0]) == bytes([number]) + b"rest"
-        done = [returned.done() for _, returned in lent]
+        assert ends.reader.copy_slot(PEER, filled[number][0]) == bytes([number]) + b"rest"
+        done = [freed.done() for _, freed in filled]
         assert done == [index <= number for index in range(NUM_SLOTS)], "one answer stands for those before it"
-    ends.loan.take(Returned(NUM_SLOTS + 5))  # of nothing that was lent
-    again, _ = ends.loan.lend([memoryview(b"again")])
+    ends.writer.handle(SlotFreed(NUM_SLOTS + 5))  # of nothing that was filled
+    again, _ = ends.writer.write([memoryview(b"again")])
     assert again.number == NUM_SLOTS + 1
-    assert (ends.lender.num_bytes, ends.borrower.num_bytes) == (5 * NUM_SLOTS + 5, 10)
+    assert (ends.server.num_bytes, ends.reader.num_bytes) == (5 * NUM_SLOTS + 5, 10)
     ends.close()
 
 
 async def test_what_does_not_fit_goes_another_way():
     ends = Ends()
     await ends.meet()
-    assert ends.loan.lend([memoryview(bytes(SLOT_BYTES)), memoryview(b"x")]) is None
-    assert ends.loan.lend([]) is None
-    assert ends.loan.lend([memoryview(bytes(SLOT_BYTES))]) is not None
+    assert ends.writer.write([memoryview(bytes(SLOT_BYTES)), memoryview(b"x")]) is None
+    assert ends.writer.write([]) is None
+    assert ends.writer.write([memoryview(bytes(SLOT_BYTES))]) is not None
     ends.close()
 
 
 async def test_nobody_waits_for_what_was_lent_to_who_is_gone():
     ends = Ends()
     await ends.meet()
-    _, returned = ends.loan.lend([memoryview(b"x")])
-    ends.borrower.close()
+    _, freed = ends.writer.write([memoryview(b"x")])
+    ends.reader.close()
     await until(lambda: ends.gone)
-    assert returned.done()
-    assert ends.loan.lend([memoryview(b"x")]) is None
-    assert ends.lender.num_areas == 0
+    assert freed.done()
+    assert ends.writer.write([memoryview(b"x")]) is None
+    assert ends.server.num_areas == 0
     ends.close()
 
 
 async def test_memory_of_who_is_gone_is_let_go():
     ends = Ends()
     await ends.meet()
-    note, _ = ends.loan.lend([memoryview(b"x")])
-    ends.loan.close()
-    await until(lambda: not ends.borrower.num_lenders)
-    assert ends.borrower.copy_of(PEER, note) is None
+    note, _ = ends.writer.write([memoryview(b"x")])
+    ends.writer.close()
+    await until(lambda: not ends.reader.num_writers)
+    assert ends.reader.copy_slot(PEER, note) is None
     ends.close()
 
 
 async def test_a_receiver_declines_for_a_reason(monkeypatch):
     unwilling = Ends(is_willing=False)
-    assert await unwilling.meet() == Declined(Decline.UNWANTED)
+    assert await unwilling.meet() == OfferDeclined(Decline.UNWANTED)
     unwilling.close()
 
     ends = Ends()
     elsewhere = Offer(b"?" * 16, ends.offer.secret, ends.offer.nonce, NUM_SLOTS)
-    ends.borrower.take_offer(PEER, elsewhere)
-    assert ends.answers == [Declined(Decline.UNREACHABLE)]
+    ends.reader.handle_offer(PEER, elsewhere)
+    assert ends.answers == [OfferDeclined(Decline.UNREACHABLE)]
     ends.close()
 
     ends = Ends()
-    assert await ends.meet() == Taken()
-    ends.borrower.take_offer(PEER, ends.offer)
-    assert ends.answers == [Declined(Decline.BUSY)]
+    assert await ends.meet() == OfferAccepted()
+    ends.reader.handle_offer(PEER, ends.offer)
+    assert ends.answers == [OfferDeclined(Decline.BUSY)]
     ends.close()
 
-    monkeypatch.setattr(lending, "MAX_LENDERS", 1)
+    monkeypatch.setattr(sharing, "MAX_WRITERS", 1)
     full = Ends()
-    full.borrower.take_offer(b"another peer", full.offer)
-    assert await full.meet() == Declined(Decline.FULL)
-    full.borrower.close()
+    full.reader.handle_offer(b"another peer", full.offer)
+    assert await full.meet() == OfferDeclined(Decline.FULL)
+    full.reader.close()
     full.close()
 
 
@@ -162,9 +162,9 @@ async def test_an_offer_that_is_not_kept_is_declined(odd):
     wrong = {"nonce": bytes(NONCE_BYTES), "num_slots": NUM_SLOTS + 1, "secret": bytes(SECRET_BYTES)}
     name = "num_slots" if odd == "size" else odd
     ends.offer = Offer(**fields | {name: wrong[name]})
-    assert await ends.meet() == Declined(Decline.BUSY if odd == "secret" else Decline.UNLIKE)
-    assert ends.loan.lend([memoryview(b"x")]) is None
-    await until(lambda: not ends.borrower.num_lenders)
+    assert await ends.meet() == OfferDeclined(Decline.BUSY if odd == "secret" else Decline.UNLIKE)
+    assert ends.writer.write([memoryview(b"x")]) is None
+    await until(lambda: not ends.reader.num_writers)
     ends.close()
 
 
@@ -172,11 +172,11 @@ async def test_a_sender_that_hands_over_a_pipe_or_nothing_is_declined():
     """The socket of somebody who makes offers of its own."""
     for descriptor in (os.open(os.devnull, os.O_RDONLY), None):
         answers, here = [], asyncio.get_running_loop()
-        borrower = Borrower(lambda peer, note, answers=answers: answers.append(note), is_willing=True)
+        reader = MemoryReader(lambda peer, note, answers=answers: answers.append(note), is_willing=True)
         with new_socket() as hostile:
             hostile.bind(address_of(b"h" * 16))
             hostile.listen()
-            borrower.take_offer(PEER, Offer(b"h" * 16, b"s" * SECRET_BYTES, NONCE, 1))
+            reader.handle_offer(PEER, Offer(b"h" * 16, b"s" * SECRET_BYTES, NONCE, 1))
             visitor, _ = await here.sock_accept(hostile)
             with visitor:
                 if descriptor is None:
@@ -185,22 +185,22 @@ async def test_a_sender_that_hands_over_a_pipe_or_nothing_is_declined():
                     socket.send_fds(visitor, [b"."], [descriptor, descriptor])
                     os.close(descriptor)
                 await until(lambda answers=answers: answers)
-        assert answers == [Declined(Decline.BUSY if descriptor is None else Decline.UNLIKE)]
-        borrower.close()
+        assert answers == [OfferDeclined(Decline.BUSY if descriptor is None else Decline.UNLIKE)]
+        reader.close()
 
 
 async def test_areas_are_bounded(monkeypatch):
-    monkeypatch.setattr(lending, "MAX_AREAS", 0)
+    monkeypatch.setattr(sharing, "MAX_AREAS", 0)
     ends = Ends()
-    assert await ends.meet() == Declined(Decline.BUSY)
+    assert await ends.meet() == OfferDeclined(Decline.BUSY)
     ends.close()
 
 
 async def test_a_slot_that_does_not_exist_is_not_read():
     ends = Ends()
     await ends.meet()
-    assert ends.borrower.copy_of(PEER, Lent(1, NUM_SLOTS, 1)) is None
-    assert ends.borrower.copy_of(b"other", Lent(1, 0, 1)) is None
+    assert ends.reader.copy_slot(PEER, SlotFilled(1, NUM_SLOTS, 1)) is None
+    assert ends.reader.copy_slot(b"other", SlotFilled(1, 0, 1)) is None
     ends.close()
 
 
@@ -232,7 +232,7 @@ def test_a_torn_read_is_counted_and_sent_again(shm, monkeypatch):
                 torn.append(offset)
                 super().write(offset + 3, [memoryview(b"torn")])
 
-    monkeypatch.setattr(lending, "WrittenArea", Tearing)
+    monkeypatch.setattr(sharing, "WrittenArea", Tearing)
 
     async def scenario():
         async with pair(shm, source, target) as (sender, receiver):
@@ -267,7 +267,7 @@ def test_where_no_socket_can_be_made_blocks_go_by_the_connection(shm, monkeypatc
         raise OSError(errno.EMFILE, "Too many open files")
 
     source, target = ByteStore(LAYOUT, 4, seed=4), ByteStore(LAYOUT, 4)
-    monkeypatch.setattr(lending, "MemorySocket", none_left)
+    monkeypatch.setattr(sharing, "MemorySocket", none_left)
 
     async def scenario():
         receiver = KVReceiver(shm.listener(), target)

@@ -18,7 +18,7 @@ from kv_transfer.results import TransferError
 from kv_transfer.sender import KVSender, Sent
 from kv_transfer.transports import zmq as zmq_transport
 from kv_transfer.transports.zmq import ZmqListener
-from kv_transfer.transports.zmq_keys import show_key
+from kv_transfer.transports.zmq_keys import set_key
 from kv_transfer.wire import Abort, Data, Finish, Refusal, Refused, Segment
 from serving_core.errors import SettingsError
 from tests.unit.kv_transfer.transfer_kit import (
@@ -165,7 +165,7 @@ def test_frames_that_are_too_large_or_too_many_never_get_in(zmq_fabric, stores):
             context = zmq.Context()
             for number, frames in enumerate(([bytes(wire.MAX_PAYLOAD_BYTES + 1)], [b"x"] * 5000)):
                 dealer = context.socket(zmq.DEALER)
-                dealer.connect(show_key(dealer, end.address))
+                dealer.connect(set_key(dealer, end.address))
                 dealer.send_multipart([wire.encode(header), *frames])
                 dealer.send(odd)
                 await until(lambda number=number: receiver.num_messages > number)

@@ -14,7 +14,7 @@ from kv_transfer.results import TransferError
 from kv_transfer.sender import KVSender
 from kv_transfer.transports import zmq as zmq_transport
 from kv_transfer.transports.zmq import Inbox, ZmqDialer, ZmqListener
-from kv_transfer.transports.zmq_keys import Keyring, show_key
+from kv_transfer.transports.zmq_keys import Keyring, set_key
 from kv_transfer.wire import Finish, encode
 from serving_core.net.descriptors import Spares
 from tests.unit.kv_transfer.transfer_kit import (
@@ -48,7 +48,7 @@ def none(socket, address):
 
 
 def of_another(socket, address):
-    return show_key(socket, f"{endpoint_of(address)}#{'0' * 32}")
+    return set_key(socket, f"{endpoint_of(address)}#{'0' * 32}")
 
 
 def in_another_way(socket, address):
@@ -106,7 +106,7 @@ def test_with_the_key_it_is_heard(zmq_fabric, stores):
     async def scenario():
         async with (
             pair(zmq_fabric, source, target) as (_, receiver),
-            stranger(receiver.address, show_key) as (dealer, _),
+            stranger(receiver.address, set_key) as (dealer, _),
         ):
             await polled(dealer)
         assert receiver.num_messages == 1
@@ -155,7 +155,7 @@ async def test_addresses_without_a_key_are_refused(address):
 def test_a_path_may_look_like_a_key():
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         path = "ipc:///tmp/#" + "0" * 32
-        assert show_key(dealer, f"{path}#{'1' * 32}") == path
+        assert set_key(dealer, f"{path}#{'1' * 32}") == path
         assert dealer.getsockopt(zmq.PLAIN_PASSWORD).rstrip(b"\0") == b"1" * 32
 
 

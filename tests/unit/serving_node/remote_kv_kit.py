@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.distributed_kv.wire import Asker
+from kv_transfer.distributed_kv.wire import TileRequest
 from protos import convert, fleet_pb2, inference_pb2
 from serving_core.node.blocks import BlockAllocator
 from serving_core.node.costs import StepCosts, StepRates
@@ -162,7 +162,7 @@ class LongNode(Ports):
     def lease_remote_kv(self, most_tiles, age, *, is_again=False, step_s=0.0):
         """Another node's request asks for so much."""
         self.num_asked += 1
-        block_ids = self.worker.lease_remote_kv(self.num_asked, most_tiles, Asker(age, is_again, step_s))
+        block_ids = self.worker.lease_remote_kv(self.num_asked, most_tiles, TileRequest(age, is_again, step_s))
         self.check()
         return block_ids
 

@@ -9,7 +9,7 @@ import pytest
 
 from engine.attention.distributed import TILE_KEYS
 from engine.build import build_engine
-from kv_transfer.distributed_kv.wire import Asker
+from kv_transfer.distributed_kv.wire import TileRequest
 from protos import convert, fleet_pb2
 from serving_core.errors import SettingsError
 from serving_core.net.tls import TlsSettings
@@ -392,7 +392,7 @@ async def remote_kv_ends(model):
     ends = RemoteKVEnds(
         NodeSettings(engine=engine, distributed_kv=True).resolved("decode", "cpu"),
         build_engine(engine),
-        lambda number, most_tiles, asker: told.append((most_tiles, asker)) or [],
+        lambda number, most_tiles, tile_request: told.append((most_tiles, tile_request)) or [],
         lambda number: None,
         lambda node_request, remote_kv: told.append(remote_kv),
     )
@@ -410,16 +410,16 @@ async def until(condition):
 
 async def test_a_host_that_cannot_even_be_asked_has_no_room(tiny_model):
     async with remote_kv_ends(tiny_model) as (ends, told):
-        asker = SimpleNamespace(age=0, distributed=Distributed((HolderEndpoint("127.0.0.1:99999", bytes(32)),)))
-        ends.carry_out(OpenRemoteKV(asker, list(range(64)), is_again=False))
+        tile_request = SimpleNamespace(age=0, distributed=Distributed((HolderEndpoint("127.0.0.1:99999", bytes(32)),)))
+        ends.carry_out(OpenRemoteKV(tile_request, list(range(64)), is_again=False))
         await until(lambda: told == [None])
 
 
 async def test_a_host_is_told_what_is_to_be_known_of_whoever_asks(tiny_model):
     async with remote_kv_ends(tiny_model) as (ends, told):
-        asker = SimpleNamespace(
+        tile_request = SimpleNamespace(
             age=7, distributed=Distributed((HolderEndpoint(ends.address, ends.key),), longest_step_s=5.5)
         )
-        ends.carry_out(OpenRemoteKV(asker, list(range(2 * TILE_KEYS // BLOCK_SIZE)), is_again=True))
+        ends.carry_out(OpenRemoteKV(tile_request, list(range(2 * TILE_KEYS // BLOCK_SIZE)), is_again=True))
         await until(lambda: len(told) == 2)
-        assert told == [(2, Asker(7, True, 5.5)), None]
+        assert told == [(2, TileRequest(7, True, 5.5)), None]

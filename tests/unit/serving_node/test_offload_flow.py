@@ -9,7 +9,7 @@ import pytest
 
 from engine.cache import tier_store
 from kv_transfer.distributed_kv.remote_kv import open_remote_kv
-from kv_transfer.distributed_kv.wire import Asker
+from kv_transfer.distributed_kv.wire import TileRequest
 from serving_core.node.costs import StepCosts
 from serving_core.node.requests import RequestState
 from serving_core.node.tiers import TierRates
@@ -321,7 +321,9 @@ def _host_others(node):
     offer, layout = node.node.hello().remote_kvs.holder, node.engine.layout
     sizes = node.engine.partial_attention()
     bytes_of = {"row_bytes": sizes.row_bytes, "partial_bytes": sizes.partial_bytes}
-    remote_kv = open_remote_kv(offer.address, offer.key, NUM_TILES, layout.layers, read, asker=Asker(0), **bytes_of)
+    remote_kv = open_remote_kv(
+        offer.address, offer.key, NUM_TILES, layout.layers, read, tile_request=TileRequest(0), **bytes_of
+    )
     assert remote_kv is not None
     assert remote_kv.num_tiles == NUM_TILES
     remote_kv.close()

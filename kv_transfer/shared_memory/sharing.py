@@ -20,12 +20,12 @@ from kv_transfer.shared_memory.notes import (
     NONCE_BYTES,
     SLOT_BYTES,
     Decline,
-    Declined,
-    Lent,
     Note,
     Offer,
-    Returned,
-    Taken,
+    OfferAccepted,
+    OfferDeclined,
+    SlotFilled,
+    SlotFreed,
     offset_of,
 )
 from serving_core.net.descriptors import NONE_LEFT, connections_within
@@ -42,10 +42,13 @@ _BLOCK_BYTES: Final = 512  # of st_blocks
 
 
 class WrittenArea:
-    """Hold the writer's end: the only mapping that can ever write."""
+    """The writer's end of shared memory: the only mapping that can ever write."""
 
     def __init__(self, num_bytes: int, nonce: bytes) -> None:
-        """Allocate the memory itself, not only addresses. Raises OSError without enough memory."""
+        """Create num_bytes of memory that begins with the nonce, and allocate its pages.
+
+        Raises OSError if memory is short.
+        """
         if available_bytes() < num_bytes + LEAST_FREE_BYTES:
             raise OSError("there is too little free memory")
         descriptor = os.memfd_create("splitserve-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -62,14 +65,17 @@ class WrittenArea:
         self._descriptor = descriptor
 
     def send_descriptor(self, reader: socket.socket) -> None:
-        """Send the descriptor, with which no process can write, and close it here. Call once. Raises OSError."""
+        """Send the memory's descriptor, with which no process can write, to the reader, and close it here.
+
+        Call once. Raises OSError.
+        """
         try:
             socket.send_fds(reader, [b"."], [self._descriptor])
         finally:
             os.close(self._descriptor)
 
     def write(self, offset: int, frames: Sequence[memoryview]) -> None:
-        """Write the frames one behind the other from `offset` on."""
+        """Write the frames one behind the other, from byte `offset` on."""
         for frame in frames:
             self._map[offset : offset + len(frame)] = frame
             offset += len(frame)
@@ -80,12 +86,12 @@ class WrittenArea:
 
 
 class ReadArea:
-    """Hold a reader's end."""
+    """A reader's end of shared memory, mapped read-only."""
 
     def __init__(self, descriptor: int, num_bytes: int, nonce: bytes) -> None:
-        """Map the memory read-only; the caller keeps the descriptor.
+        """Map num_bytes of memory read-only; the caller keeps the descriptor.
 
-        Raises TransferError if the memory does not match the offer.
+        Raises TransferError if the seals, the size or the nonce are not those of the offer.
         """
         try:
             seals = fcntl.fcntl(descriptor, _GET_SEALS)
@@ -104,7 +110,7 @@ class ReadArea:
             raise TransferError("other shared memory than was offered")
 
     def copy(self, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes from `offset` on."""
+        """Fill `target` with the bytes from byte `offset` on."""
         target[:] = self._view[offset : offset + len(target)]
 
     def close(self) -> None:
@@ -126,8 +132,8 @@ _WHY: Final = {
 }
 
 
-class Lender:
-    """Hold the socket of one Dialer and the count of its shared memory."""
+class MemoryServer:
+    """The socket through which one Dialer passes its shared memory, and counts over all of its connections."""
 
     def __init__(self) -> None:
         """Open the socket. Raises OSError if no memory can be shared."""
@@ -139,155 +145,162 @@ class Lender:
         self.memory_socket.close()
 
 
-class Loan:
-    """Share memory over one connection. The memory is offered at once, and usable once the offer is taken."""
+class MemoryWriter:
+    """The sending end of shared memory of one connection.
 
-    def __init__(self, lender: Lender, tell: Callable[[Note], None], on_gone: Callable[[], None]) -> None:
-        """Offer memory.
+    Memory is offered at once; slots can be written once the receiver has accepted the offer.
+    """
 
-        `on_gone` is called when a receiver that had taken the memory is gone.
+    def __init__(self, server: MemoryServer, send: Callable[[Note], None], on_gone: Callable[[], None]) -> None:
+        """Send an Offer of memory with `send`, which carries notes to the receiver.
+
+        `on_gone` is called when a receiver that had accepted the memory is gone.
         """
-        self._lender = lender
+        self._server = server
         self._on_gone = on_gone
         self._loop = asyncio.get_running_loop()
         self._area: WrittenArea | None = None
-        self._borrower: socket.socket | None = None
-        self.is_taken = False  # only then can slots be used
+        self._reader_socket: socket.socket | None = None
+        self.is_accepted = False  # only then can slots be used
         self._free = list(range(NUM_SLOTS))  # the next slot is the last one, which may still be in the CPU's cache
-        self._lent: dict[int, tuple[int, asyncio.Future[None]]] = {}  # (slot, future) by number, in order
+        self._filled: dict[int, tuple[int, asyncio.Future[None]]] = {}  # (slot, future) by number, in order
         self._last = 0
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._secret = lender.memory_socket.expect(self._send_descriptor)
-        tell(Offer(lender.memory_socket.name, self._secret, self._nonce, NUM_SLOTS))
+        self._secret = server.memory_socket.expect(self._send_descriptor)
+        send(Offer(server.memory_socket.name, self._secret, self._nonce, NUM_SLOTS))
 
-    def lend(self, frames: Sequence[memoryview]) -> tuple[Lent, asyncio.Future[None]] | None:
-        """Copy frames into a free slot, or return None without one.
+    def write(self, frames: Sequence[memoryview]) -> tuple[SlotFilled, asyncio.Future[None]] | None:
+        """Copy frames into a free slot; return the note that tells the receiver, and a future.
 
-        The future completes when the slot is free again.
+        The future completes when the slot is free again. Returns None, with nothing written, without a free slot,
+        before the offer is accepted, or if the frames are empty or exceed SLOT_BYTES.
         """
         num_bytes = sum(map(len, frames))
-        if not self.is_taken or not self._free or not 0 < num_bytes <= SLOT_BYTES:
+        if not self.is_accepted or not self._free or not 0 < num_bytes <= SLOT_BYTES:
             return None
         assert self._area is not None
         slot = self._free.pop()
         self._area.write(offset_of(slot), frames)
         self._last += 1
-        self._lender.num_bytes += num_bytes
-        returned: asyncio.Future[None] = self._loop.create_future()
-        self._lent[self._last] = (slot, returned)
-        return Lent(self._last, slot, num_bytes), returned
+        self._server.num_bytes += num_bytes
+        freed: asyncio.Future[None] = self._loop.create_future()
+        self._filled[self._last] = (slot, freed)
+        return SlotFilled(self._last, slot, num_bytes), freed
 
-    def take(self, note: Note) -> None:
-        """Handle a note of the receiver."""
+    def handle(self, note: Note) -> None:
+        """Act on a note of the receiver: use the memory, stop sharing, or mark slots as free."""
         match note:
-            case Taken() if self._area is not None and not self.is_taken:
-                self.is_taken = True
+            case OfferAccepted() if self._area is not None and not self.is_accepted:
+                self.is_accepted = True
                 logger.info("blocks for a receiver on this machine go through shared memory")
-            case Declined(why):
+            case OfferDeclined(why):
                 logger.info("blocks for a receiver do not go through shared memory: %s", _WHY[why])
                 self.close()
-            case Returned(number) if number <= self._last:
-                while self._lent and next(iter(self._lent)) <= number:
-                    self._return_first()
+            case SlotFreed(number) if number <= self._last:
+                while self._filled and next(iter(self._filled)) <= number:
+                    self._free_first()
 
     def close(self) -> None:
-        """Stop sharing, and complete all futures: the memory now belongs to the receiver alone."""
-        self._lender.memory_socket.forget(self._secret)
-        self.is_taken = False
-        while self._lent:
-            self._return_first()
+        """Stop sharing, and complete all futures; slots of the receiver are not written any more."""
+        self._server.memory_socket.forget(self._secret)
+        self.is_accepted = False
+        while self._filled:
+            self._free_first()
         if self._area is not None:
             self._area.close()
             self._area = None
-            self._lender.num_areas -= 1
-        if self._borrower is not None:
-            self._loop.remove_reader(self._borrower)
-            self._borrower.close()
-            self._borrower = None
+            self._server.num_areas -= 1
+        if self._reader_socket is not None:
+            self._loop.remove_reader(self._reader_socket)
+            self._reader_socket.close()
+            self._reader_socket = None
 
-    def _return_first(self) -> None:
-        slot, returned = self._lent.pop(next(iter(self._lent)))
+    def _free_first(self) -> None:
+        slot, freed = self._filled.pop(next(iter(self._filled)))
         self._free.append(slot)
-        returned.set_result(None)
+        freed.set_result(None)
 
-    def _send_descriptor(self, visitor: socket.socket) -> None:
+    def _send_descriptor(self, reader: socket.socket) -> None:
         """Pass the memory to the receiver, which has connected. On failure the connection closes."""
         try:
-            if self._lender.num_areas >= MAX_AREAS:
+            if self._server.num_areas >= MAX_AREAS:
                 raise OSError(f"{MAX_AREAS} receivers have some already")
             area = WrittenArea(offset_of(NUM_SLOTS), self._nonce)
         except OSError as error:
             logger.warning("no memory is shared with a receiver: %s", error.strerror or error)
-            visitor.close()
+            reader.close()
             return
-        self._area, self._borrower = area, visitor
-        self._lender.num_areas += 1
-        self._loop.add_reader(visitor, self._lose)
+        self._area, self._reader_socket = area, reader
+        self._server.num_areas += 1
+        self._loop.add_reader(reader, self._lose)
         try:
-            area.send_descriptor(visitor)
+            area.send_descriptor(reader)
         except OSError:
             self.close()
 
     def _lose(self) -> None:
         """Stop sharing when the receiver is gone, or sends anything here, which no receiver does."""
-        was_taken = self.is_taken
+        was_accepted = self.is_accepted
         self.close()
-        if was_taken:
+        if was_accepted:
             self._on_gone()
 
 
-MAX_LENDERS: Final = 64  # of one Listener, including visits under way
-LENDER_DESCRIPTORS: Final = 2  # the memory, and the connection that shows when the sender is gone
+MAX_WRITERS: Final = 64  # of one Listener, including visits under way
+WRITER_DESCRIPTORS: Final = 2  # the memory, and the connection that shows when the sender is gone
 
-Tell = Callable[[bytes, Note], None]
+SendNote = Callable[[bytes, Note], None]
 """Takes the peer that a note is for."""
 
 
-class Borrower:
-    """Read the shared memory of the senders that have dialed one Listener."""
+class MemoryReader:
+    """Reads the shared memory of the senders that have dialed one Listener."""
 
-    def __init__(self, tell: Tell, *, is_willing: bool) -> None:
-        """Create a reader. It declines every offer unless `is_willing`."""
+    def __init__(self, send: SendNote, *, is_willing: bool) -> None:
+        """Send notes with `send`, given the peer. Every offer is declined unless `is_willing`."""
         self.num_bytes = 0  # of blocks
         self._is_willing = is_willing
-        self._max_lenders = connections_within(MAX_LENDERS, descriptors_each=LENDER_DESCRIPTORS)
-        self._tell = tell
+        self._max_writers = connections_within(MAX_WRITERS, descriptors_each=WRITER_DESCRIPTORS)
+        self._send = send
         self._visits: dict[bytes, _Visit] = {}  # by peer, until the sender is gone
         self._copy = memoryview(bytearray(SLOT_BYTES if is_willing else 0))
 
     @property
-    def num_lenders(self) -> int:
-        """Return the number of senders whose memory is read or requested."""
+    def num_writers(self) -> int:
+        """Return the number of senders whose memory is mapped or being requested."""
         return len(self._visits)
 
-    def take_offer(self, peer: bytes, offer: Offer) -> None:
-        """Connect to the sender's socket, and tell it the outcome."""
+    def handle_offer(self, peer: bytes, offer: Offer) -> None:
+        """Connect to the socket that the peer offers, and request its memory.
+
+        The peer gets OfferAccepted once the memory is mapped, or OfferDeclined with the reason.
+        """
         if not self._is_willing:
-            self._tell(peer, Declined(Decline.UNWANTED))
+            self._send(peer, OfferDeclined(Decline.UNWANTED))
         elif peer in self._visits:
-            self._tell(peer, Declined(Decline.BUSY))
-        elif self.num_lenders >= self._max_lenders:
-            self._tell(peer, Declined(Decline.FULL))
+            self._send(peer, OfferDeclined(Decline.BUSY))
+        elif self.num_writers >= self._max_writers:
+            self._send(peer, OfferDeclined(Decline.FULL))
         else:
             try:
                 self._visits[peer] = _Visit(offer, lambda outcome: self._note_outcome(peer, outcome))
             except OSError as error:
                 is_short = error.errno in NONE_LEFT
-                self._tell(peer, Declined(Decline.BUSY if is_short else Decline.UNREACHABLE))
+                self._send(peer, OfferDeclined(Decline.BUSY if is_short else Decline.UNREACHABLE))
 
-    def copy_of(self, peer: bytes, lent: Lent) -> memoryview | None:
-        """Return a copy of a slot's bytes, valid until the next call, and return the slot.
+    def copy_slot(self, peer: bytes, filled: SlotFilled) -> memoryview | None:
+        """Return a copy of the slot that the peer has filled, valid until the next call, and free the slot.
 
-        Returns None if there is no such memory: its sender is gone or never shared any.
+        Returns None, and logs it, if there is no such memory: its sender is gone or never shared any.
         """
         visit = self._visits.get(peer)
-        if visit is None or visit.area is None or lent.slot >= visit.num_slots:
+        if visit is None or visit.area is None or filled.slot >= visit.num_slots:
             logger.warning("a message was dropped: its blocks lie in memory that is not shared")
             return None
-        copy = self._copy[: lent.num_bytes]
-        visit.area.copy(offset_of(lent.slot), copy)
-        self._tell(peer, Returned(lent.number))
-        self.num_bytes += lent.num_bytes
+        copy = self._copy[: filled.num_bytes]
+        visit.area.copy(offset_of(filled.slot), copy)
+        self._send(peer, SlotFreed(filled.number))
+        self.num_bytes += filled.num_bytes
         return copy
 
     def close(self) -> None:
@@ -298,11 +311,11 @@ class Borrower:
     def _note_outcome(self, peer: bytes, outcome: Decline | None) -> None:
         """Report that memory was taken or declined; drop memory that is gone."""
         if outcome is None:
-            self._tell(peer, Taken())
+            self._send(peer, OfferAccepted())
             return
         is_news = self._visits.pop(peer).area is None
         if is_news:
-            self._tell(peer, Declined(outcome))
+            self._send(peer, OfferDeclined(outcome))
 
 
 class _Visit:
