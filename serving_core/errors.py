@@ -33,8 +33,8 @@ class ModelError(SplitServeError):
 class RequestError(SplitServeError):
     """A request that cannot be served.
 
-    `reason` is one of the public statuses' reasons, UPPER_SNAKE; `metadata` holds further facts for programs, such as
-    the name of the invalid field. The message may quote a library: addresses of objects are removed from it.
+    `reason` is one of serving_core/reasons.py; `metadata` holds further facts for programs, such as the name of the
+    invalid field. The message may quote a library: addresses of objects are removed from it.
     """
 
     def __init__(self, reason: str, message: str, **metadata: str) -> None:

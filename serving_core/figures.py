@@ -27,8 +27,10 @@ class Histogram:
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
-        """Create an empty histogram. `bounds` ascend; an observation belongs to the first bound that is not below
-        it.
+        """Create an empty histogram.
+
+        `bounds` ascend; an observation belongs to the first bound that is not below it, or to the bucket beyond the
+        last.
         """
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)  # the last counts those beyond the last bound
@@ -69,7 +71,7 @@ def histogram(name: str, help: str, values: Values, *vllm: str) -> Figure:
 
 
 def families(figures: Iterable[Figure]) -> Iterator[Metric]:
-    """Yield the metrics under their names, and for one release under their old names."""
+    """Yield the metrics under their names with PREFIX, and also under the old names of renamed ones."""
     for figure in figures:
         yield family(figure, PREFIX + figure.name)
         if figure.name in METRICS:
@@ -77,7 +79,10 @@ def families(figures: Iterable[Figure]) -> Iterator[Metric]:
 
 
 def family(figure: Figure, name: str, relabel: Callable[[Labels], Labels] = lambda labels: labels) -> Metric:
-    """Return the metric under this name, with relabeled values."""
+    """Return the metric under this full name, as one of prometheus_client's metric families.
+
+    `relabel` maps the labels of each value.
+    """
     values = [(relabel(labels), value) for labels, value in figure.values]
     made: Any = figure.kind(name, figure.help, labels=list(values[0][0]) if values else [])
     for labels, value in values:

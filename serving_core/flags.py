@@ -46,10 +46,11 @@ def flag(
     secret: bool = False,
     bare: str | None = None,
 ) -> Any:
-    """Define a dataclass field that is also a flag.
+    """Define a dataclass field that is also a flag with this default and help text.
 
-    `secret` values come from the environment or a file, never from argv; `bare` is the value of a flag given without
-    one.
+    `minimum` and `maximum` bound a number, `choices` lists the allowed texts. A `positional` value has no flag name. A
+    `secret` comes from the environment or a file, never from argv. `bare` is the value of a flag that is given without
+    a value.
     """
     metadata = {
         "help": help,
@@ -64,7 +65,10 @@ def flag(
 
 
 def settings_command(settings_class: type[Any], run: Callable[[Any], None], *, name: str, help: str) -> click.Command:
-    """Return a click command whose options are the fields of settings_class; nested dataclasses are flattened."""
+    """Return a click command that calls `run` with a settings object, whose fields are the command's options.
+
+    Nested dataclasses are flattened. The command exits with code 2 and a message for a wrong option.
+    """
 
     secrets = secrets_of(settings_class)
 
@@ -132,7 +136,10 @@ def _help_all_option() -> click.Option:
 
 
 def build(settings_class: type[Any], values: dict[str, Any]) -> Any:
-    """Return the settings object with these flat values; missing ones keep their defaults."""
+    """Return the settings object with these flat values by field name; missing ones keep their defaults.
+
+    Values of nested dataclasses are found by the names of their fields; unknown names are ignored.
+    """
     hints = typing.get_type_hints(settings_class)
     arguments: dict[str, Any] = {}
     for field in dataclasses.fields(settings_class):
@@ -144,7 +151,7 @@ def build(settings_class: type[Any], values: dict[str, Any]) -> Any:
 
 
 def fields_of(settings_class: type[Any]) -> Iterator[tuple["dataclasses.Field[Any]", Any]]:
-    """Yield the flags of a settings class with their types; nested dataclasses are flattened."""
+    """Yield the fields of a settings class that are flags, each with its type; nested dataclasses are flattened."""
     hints = typing.get_type_hints(settings_class)
     for field in dataclasses.fields(settings_class):
         hint = hints[field.name]
@@ -155,12 +162,12 @@ def fields_of(settings_class: type[Any]) -> Iterator[tuple["dataclasses.Field[An
 
 
 def secrets_of(settings_class: type[Any]) -> list[str]:
-    """Return the names of the secrets among its flags."""
+    """Return the names of the flags of a settings class that are secrets."""
     return [field.name for field, _ in fields_of(settings_class) if field.metadata["secret"]]
 
 
 def secret_file_option(secret: str) -> click.Option:
-    """Return the option for the file of a secret."""
+    """Return the click option --NAME-file, the file that holds the secret with this flag name."""
     return click.Option(
         [f"--{_kebab(secret + FILE)}", secret + FILE],
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -171,8 +178,10 @@ def secret_file_option(secret: str) -> click.Option:
 
 
 def secret_from(secret: str, given: str | None, file: Path | None) -> str | None:
-    """Return a secret, as given or read from its file. Raises click.UsageError if both are given, or if the file holds
-    none.
+    """Return a secret as given, or read from its file; None if neither is given.
+
+    `secret` is the flag name, for errors. Raises click.UsageError if both are given, if the file cannot be read or does
+    not hold one line of printable ASCII.
     """
     if given and not is_secret(given):
         raise click.UsageError(f"--{_kebab(secret)} must be of printable ASCII alone")
@@ -202,8 +211,9 @@ def is_secret(text: str) -> bool:
 
 
 def to_argv(settings: Any) -> list[str]:
-    """Return the flags that rebuild these settings in another process, without defaults and secrets. A repeatable flag
-    occurs once for each value.
+    """Return the flags that rebuild these settings in another process, without secrets and values at their default.
+
+    A repeatable flag occurs once for each value.
     """
     argv: list[str] = []
     for field in dataclasses.fields(settings):
@@ -224,14 +234,15 @@ def to_argv(settings: Any) -> list[str]:
 
 
 def environment_of(settings: Any) -> dict[str, str]:
-    """Return the environment that accompanies `to_argv`: it holds the secrets, those from files by their file
-    variables, and no other flag's variable.
+    """Return the environment for a process that gets the flags of `to_argv`: this process's, with the secrets added.
+
+    A secret that came from a file is passed by its file variable. Variables of other flags are left out.
     """
     return without_flags() | dict(_secret_variable(name, value) for name, value in _secrets(settings))
 
 
 def without_flags() -> dict[str, str]:
-    """Return the environment without the variables of flags, and so without SplitServe's secrets."""
+    """Return this process's environment without the variables of flags, and so without SplitServe's secrets."""
     return {name: value for name, value in os.environ.items() if name in NO_FLAGS or not name.startswith(ENV_PREFIX)}
 
 
@@ -340,7 +351,8 @@ def _config_option() -> click.Option:
 
 def read_yaml(path: Path, command: click.Command) -> dict[str, str | list[str]]:
     """Read a flat YAML mapping of a command's flags (with - or _) to texts, or to lists of texts for repeatable flags.
-    Raises click.BadParameter on anything else.
+
+    Returns the values by parameter name. Raises click.BadParameter for unknown keys and anything else.
     """
     try:
         content = yaml.load(path.read_text(), Loader=_Spelled)  # a SafeLoader

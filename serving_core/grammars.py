@@ -34,12 +34,16 @@ MASK_S: Final = 0.001  # more for each token: 50 times as much as schemas in use
 
 
 class GrammarGuide:
-    """The state of one output in its grammar; one thread at a time. An end token is allowed where the grammar may end,
-    and only an end token where it must.
+    """Keep one output within its grammar; for one thread at a time.
+
+    An end token is allowed where the grammar may end, and only an end token where it must.
     """
 
     def __init__(self, matcher: LLMatcher, num_tokens: int) -> None:
-        """Wrap a matcher. Raises RequestError if its grammar could not be compiled."""
+        """Wrap a matcher at the start of an output; `num_tokens` is the size of the vocabulary.
+
+        Raises RequestError if the matcher's grammar could not be compiled.
+        """
         self._matcher = matcher
         self._num_tokens = num_tokens  # of the vocabulary
         self._num_taken = 0  # of the output
@@ -47,7 +51,11 @@ class GrammarGuide:
         self._check("cannot be compiled")
 
     def allowed(self, output: Sequence[int]) -> bytes:
-        """Return the allowed tokens, as serving_core.requests.Guide defines."""
+        """Return the tokens that may follow `output`: bit b of byte i allows token 8 i + b.
+
+        `output` must extend that of the call before. Raises RequestError if `output` violates the grammar, and when the
+        masks of the output have taken more than MASKS_S + MASK_S per token of processor time.
+        """
         assert self._num_taken <= len(output), "an answer only grows"
         begun_s = time.thread_time()
         if new := list(output[self._num_taken :]):
@@ -64,7 +72,7 @@ class GrammarGuide:
         return _first_bits(mask, self._num_tokens)
 
     def another(self) -> "GrammarGuide":
-        """Return a guide for another output. Requires that no output has begun with this guide."""
+        """Return a guide of the same grammar for another output. Requires that no output has begun with this guide."""
         assert not self._num_taken, "an answer has begun with it"
         return GrammarGuide(self._matcher.deep_copy(), self._num_tokens)
 
@@ -74,12 +82,15 @@ class GrammarGuide:
 
 
 def whole_tokenizer(text: str, eos_token_ids: list[int]) -> LLTokenizer:
-    """Return llguidance's tokenizer of a tokenizer.json. Raises ValueError if the library cannot read it."""
+    """Return llguidance's tokenizer of a tokenizer.json, whose contents are `text`.
+
+    Raises ValueError if the library cannot read it.
+    """
     return LLTokenizer(text, eos_token=eos_token_ids)
 
 
 class Grammars:
-    """Makes guides for the outputs of one model; one thread at a time."""
+    """Make guides for the outputs of one model; for one thread at a time. Compiled grammars are cached."""
 
     def __init__(
         self,
@@ -87,8 +98,10 @@ class Grammars:
         eos_token_ids: Sequence[int],
         make: Callable[[str, list[int]], LLTokenizer] = whole_tokenizer,
     ) -> None:
-        """Prepare for the model in `folder`. Only with a whole tokenizer do guides require texts in the model's own
-        tokenization.
+        """Prepare for the model in `folder`; nothing is read yet.
+
+        `make` builds the tokenizer from tokenizer.json and the end tokens. Only with a whole tokenizer do guides
+        require texts in the model's own tokenization.
         """
         self._folder = folder
         self._eos_token_ids = list(eos_token_ids)
@@ -103,8 +116,9 @@ class Grammars:
         return self._tokenizer is not None
 
     def load(self) -> LLTokenizer:
-        """Read the model's tokenizer, once; that takes a second for a large one. Raises RequestError if grammars cannot
-        constrain this model.
+        """Read the model's tokenizer at the first call, which takes a second for a large one, and return it.
+
+        Raises RequestError if grammars cannot constrain this model.
         """
         if self._tokenizer is None:
             self._tokenizer, self._vocabulary = self._read()
@@ -122,12 +136,16 @@ class Grammars:
             raise _impossible("llguidance does not read its tokenizer") from error
 
     def guide(self, grammar: str) -> GrammarGuide:
-        """Return a guide for a new output, or one that another node began. Raises RequestError as `compiled` does."""
+        """Return a guide for a new output of the grammar, from the cache if possible.
+
+        Raises RequestError as `compiled` does.
+        """
         return self._known(grammar).another()
 
     def compiled(self, grammar: str) -> GrammarGuide:
-        """Return a guide that is not cached. Raises RequestError if the grammar cannot be compiled within the limits,
-        or if it allows no output.
+        """Compile a grammar, and return its guide, which is not cached.
+
+        Raises RequestError if the grammar cannot be compiled within the limits, or allows no output.
         """
         tokenizer = self.load()
         guide = GrammarGuide(LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS), tokenizer.vocab_size)
@@ -135,15 +153,18 @@ class Grammars:
         return guide
 
     def for_nodes(self, grammar: str) -> str:
-        """Return the text from which a node with the same vocabulary makes the same guide."""
+        """Return the grammar with the digest of the vocabulary before it, which `guide_of` takes on a node.
+
+        Raises RequestError if grammars cannot constrain this model.
+        """
         self.load()
         return f"{self._vocabulary} {grammar}"
 
     def guide_of(self, given: str) -> GrammarGuide:
         """Return the guide for a text that `for_nodes` made in another process.
 
-        Raises RequestError if that has another vocabulary, if grammars cannot constrain this model, or if the grammar
-        cannot be compiled within the limits or allows no output.
+        Raises RequestError if that process has another vocabulary, if grammars cannot constrain this model, or if the
+        grammar cannot be compiled within the limits or allows no output.
         """
         self.load()
         vocabulary, _, grammar = given.partition(" ")

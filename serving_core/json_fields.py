@@ -45,11 +45,14 @@ class JsonFields:
         return list(self._values)
 
     def raw(self, name: str) -> Any:
-        """Return the unchecked value, None if it is missing."""
+        """Return the value under a name unchecked, or None if it is missing or null."""
         return self._values.get(name)
 
     def renamed(self, other_names: Mapping[str, Sequence[str]]) -> "JsonFields":
-        """Return the object with missing names read by the first of their other names that is there."""
+        """Return the object with each missing name read from another one.
+
+        `other_names` has, for a name, those to look for; the first that is there counts.
+        """
         found = {}
         for name, others in other_names.items():
             said = [self.raw(other) for other in others if self.raw(other) is not None]
@@ -58,11 +61,14 @@ class JsonFields:
         return JsonFields(self._values | found, self._where)
 
     def with_current_names(self) -> "JsonFields":
-        """Return the object with keys of an earlier version renamed. Prints a warning for each such key."""
+        """Return the object with keys of an earlier version renamed.
+
+        Prints a warning for each such key, once in a process.
+        """
         return JsonFields(rename_keys(self._values), self._where)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "JsonFields":
-        """Return the object with these values for missing names."""
+        """Return the object with these values for names that are missing; a null counts as given."""
         return JsonFields({**defaults, **self._values}, self._where)
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
@@ -80,7 +86,10 @@ class JsonFields:
         return float(value)
 
     def positive(self, name: str, default: float | None = None) -> float:
-        """Return a number above 0."""
+        """Return a finite number above 0.
+
+        Raises ModelError for any other value, and for a missing one without a default.
+        """
         value = self.number(name, default)
         if value == 0:
             raise self.error(name, "above 0")
@@ -99,7 +108,7 @@ class JsonFields:
         return value
 
     def nested(self, name: str) -> "JsonFields | None":
-        """Return an object within this one, None if it is missing."""
+        """Return the object under a name, or None if it is missing. Raises ModelError for another value."""
         value = self._values.get(name)
         if value is None:
             return None
@@ -108,11 +117,11 @@ class JsonFields:
         return JsonFields(value, f"{name} in {self._where}")
 
     def error(self, name: str, expected: str) -> ModelError:
-        """Return the error for an unexpected value."""
+        """Return the ModelError which says that the value under `name` must be `expected`."""
         return ModelError(f"{name} in {self._where} must be {expected}, not {self._values.get(name)!r:.80}")
 
     def unsupported(self, name: str) -> ModelError:
-        """Return the error for a value that requires something unsupported."""
+        """Return the ModelError which says that the value under `name` requires something unsupported."""
         return ModelError(f"{name:.80} in {self._where} is not supported: it is {self._values.get(name)!r:.80}")
 
     def _present(self, name: str, default: Any) -> Any:
@@ -132,8 +141,9 @@ _ESCAPED: Final = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
 
 def json_line(value: Any) -> str:
-    """Return JSON without blanks that can be encoded and has no line end in it. Raises ValueError for a number that
-    JSON does not allow.
+    """Return a value as JSON in one line, without blanks, that can be encoded in UTF-8.
+
+    Raises ValueError for a number that JSON does not allow.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     if text.isascii():

@@ -38,12 +38,12 @@ class CacheShape(NamedTuple):
 
     @property
     def data_bytes(self) -> int:
-        """Return the bytes without scales."""
+        """Return the bytes of one block in one layer, K or V alone, without scales."""
         return self.block_size * self.num_heads * self.head_bytes
 
     @property
     def scale_bytes(self) -> int:
-        """Return the bytes of the scales; 0 unless quantized."""
+        """Return the bytes of the block's scales; 0 unless the dtype is quantized."""
         return self.num_heads * SCALE_BYTES if self.width and self.dtype in QUANTIZED_DTYPES else 0
 
     @property
@@ -69,8 +69,9 @@ class KVLayout:
     def uniform(
         cls, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str, *, is_latent: bool = False
     ) -> "KVLayout":
-        """Return the layout of a whole model whose K and V have head_dim elements per head in all layers; latent KV has
-        no V.
+        """Return the layout of a whole model whose K and V have `head_dim` elements per head in all layers.
+
+        Latent KV (`is_latent`) has no V.
         """
         widths = Widths(head_dim, 0 if is_latent else head_dim)
         return cls(0, (widths,) * num_layers, num_kv_heads, block_size, dtype)
@@ -86,14 +87,14 @@ class KVLayout:
 
     @property
     def cache_shape(self) -> CacheShape:
-        """Return the common shape of all K and V blocks. Raises SettingsError as check_uniform."""
+        """Return the common shape of all K and V blocks. Raises SettingsError if their widths differ."""
         self.check_uniform()
         keys, _ = self.cache_shapes(self.first_layer)
         return keys
 
     @property
     def head_dim(self) -> int:
-        """Return the common width of K and V in all layers. Raises SettingsError as check_uniform."""
+        """Return the common width of K and V in all layers. Raises SettingsError if the widths differ."""
         return self.cache_shape.width
 
     @property
@@ -133,7 +134,7 @@ class KVLayout:
 
     @property
     def layers_text(self) -> str:
-        """Return the widths of K and V in words: `64 + 64 in layers 0-29`."""
+        """Return the widths of K and V in words, such as `64 + 64 in layers 0-29`."""
         parts, first = [], self.first_layer
         for count, widths in self.runs:
             layers = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
@@ -143,8 +144,9 @@ class KVLayout:
 
     @property
     def heads_text(self) -> str:
-        """Return what a layer stores for a token in words: `4 KV heads of 64 float32 values`. Raises SettingsError as
-        check_uniform.
+        """Return what a layer stores for a token in words, such as `4 KV heads of 64 float32 values`.
+
+        Raises SettingsError if the widths of K and V differ, except for latent KV.
         """
         if self.is_latent:
             return f"a latent of {self.widths[0].keys} {self.dtype} values"
@@ -154,14 +156,16 @@ class KVLayout:
         return f"{self.block_size} tokens and {self.num_kv_heads} heads of {self.dtype}, K + V {self.layers_text}"
 
     def cache_shapes(self, layer: int) -> tuple[CacheShape, CacheShape]:
-        """Return the shapes of K and V of one block in one layer. Raises ValueError for a layer that the pool does not
-        hold.
+        """Return the shapes of K and of V of one block in one layer.
+
+        Raises ValueError if the pool does not hold the layer.
         """
         return _cache_shapes(self.widths[self.layers.index(layer)], self.block_size, self.num_kv_heads, self.dtype)
 
     def cache_bytes(self, layer: int) -> tuple[int, int]:
-        """Return the bytes of K and of V of one block in a layer. Raises ValueError for a layer that the pool does not
-        hold.
+        """Return the bytes of K and of V of one block in one layer.
+
+        Raises ValueError if the pool does not hold the layer.
         """
         return _cache_bytes(self.widths[self.layers.index(layer)], self.block_size, self.num_kv_heads, self.dtype)
 
@@ -171,22 +175,26 @@ class KVLayout:
             raise SettingsError(f"K and V must be of one width in all layers to be computed with: {self.layers_text}")
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks of a request that hold its state and num_tokens tokens; 0 for no tokens."""
+        """Return the number of blocks for `num_tokens` tokens of a request and its fixed state; 0 for no tokens."""
         num_blocks = -(-num_tokens // self.block_size)
         return num_blocks + self.num_state_blocks if self.state_bytes and num_blocks else num_blocks
 
     def with_heads(self, num_kv_heads: int) -> "KVLayout":
-        """Return this layout with num_kv_heads heads: one rank's or one channel's."""
+        """Return this layout with another number of KV heads: those of one rank or one channel."""
         return replace(self, num_kv_heads=num_kv_heads)
 
     def with_layers(self, layers: range) -> "KVLayout":
-        """Return this layout restricted to a run of its layers."""
+        """Return this layout restricted to these layers, numbered over the whole model.
+
+        Raises ValueError for others.
+        """
         first = self.layers.index(layers.start)
         return replace(self, first_layer=layers.start, widths=self.widths[first : first + len(layers)])
 
     def uniform_fields(self) -> dict[str, Any]:
-        """Return the arguments of `uniform` for a whole model. Raises SettingsError as check_uniform, except for latent
-        KV.
+        """Return the arguments of `uniform` that make this layout of a whole model.
+
+        Raises SettingsError if the widths of K and V differ, except for latent KV.
         """
         return {
             "num_layers": self.num_layers,

@@ -59,7 +59,10 @@ Warn = Callable[[str], object]
 
 
 def rename_arguments(arguments: Iterable[str], warn: Warn) -> list[str]:
-    """Return the command line's arguments with old flags, given as --flag or --flag=value, under their new names."""
+    """Return the arguments of a command line with old flags, as --flag or --flag=value, under their new names.
+
+    Calls `warn` with a line for each.
+    """
     renamed = []
     for argument in arguments:
         flag, equals, value = argument.partition("=")
@@ -73,7 +76,7 @@ def rename_arguments(arguments: Iterable[str], warn: Warn) -> list[str]:
 
 
 def rename_variables(environment: MutableMapping[str, str], warn: Warn) -> None:
-    """Rename the old variables in `environment`, and call `warn` with a line for each.
+    """Rename the old variables in `environment`, in place, and call `warn` with a line for each.
 
     If the new name is set too, its value stays, and the old variable is removed.
     """
@@ -85,14 +88,17 @@ def rename_variables(environment: MutableMapping[str, str], warn: Warn) -> None:
 
 
 def rename_role(role: str) -> str:
-    """Return a role, or the command of a role, under its new name, with a warning for the old one."""
+    """Return a role, or the command of a role, under its new name; prints a warning on stderr for an old one."""
     if role in ROLES:
         warn(f"Warning: {role} is called {ROLES[role]} now")
     return ROLES.get(role, role)
 
 
 def rename_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with its old keys renamed. Prints one warning for each old key of the process."""
+    """Return a JSON object with its old keys renamed.
+
+    Prints one warning on stderr for each old key, once in a process.
+    """
     return {_new_key(key) if key in JSON_KEYS else key: value for key, value in values.items()}
 
 
@@ -103,7 +109,7 @@ def _new_key(key: str) -> str:
 
 
 def warn(line: str) -> None:
-    """Print a warning on stderr."""
+    """Print a line on stderr."""
     click.echo(line, err=True)
 
 

@@ -71,11 +71,10 @@ class FinishReason(Enum):
 
 
 class Guide(Protocol):
-    """Keeps one output within its grammar. Results depend only on the grammar and the output's tokens."""
+    """Keep one output within its grammar. Results depend only on the grammar and the output's tokens."""
 
     def allowed(self, output: Sequence[int]) -> bytes:
-        """Return the tokens that may follow `output`: bit b of byte i allows token 8 i + b; tokens without a bit are
-        forbidden.
+        """Return the tokens that may follow `output`: bit b of byte i allows token 8 i + b; the others are forbidden.
 
         `output` must extend the output of the call before. Raises RequestError if no token is allowed, or if `output`
         violates the grammar.
@@ -139,8 +138,9 @@ class Share:
 
 
 class DraftWork(NamedTuple):
-    """The work of a draft model for one sequence: a share of the text, and the number of draft tokens to generate
-    behind it. `block_ids` covers the draft tokens too.
+    """The work of a draft model for one sequence: its share of a step, and the number of draft tokens to generate.
+
+    `block_ids` of the share covers the draft tokens too.
     """
 
     share: Share
@@ -188,8 +188,9 @@ class Work(NamedTuple):
 
     @property
     def num_scored(self) -> int:
-        """Return the number of leading tokens whose logits score the next token, or whose hidden states are pooled
-        beside the last token's.
+        """Return the number of the work's leading tokens whose logits, or hidden states, are wanted beside the last's.
+
+        Logits score the next token of a prompt; hidden states are pooled into a mean.
         """
         pooling = self.request.pooling
         if pooling is not None:
@@ -208,8 +209,9 @@ class Work(NamedTuple):
         return Share(token_ids, self.start, self.block_ids, self.samples, num_scored, adapter, self.state_ids)
 
     def take(self, sampled: Iterator[SampledToken]) -> list[SampledToken]:
-        """Take this work's tokens from the results of a step: one if it samples, and one more for each accepted draft
-        token.
+        """Take this work's tokens from `sampled`, the results of a step, and return them.
+
+        One token if the work samples, and one more for each accepted draft token.
         """
         taken = [next(sampled)] if self.samples else []
         for draft_token in self.draft_tokens:
@@ -223,12 +225,12 @@ _draft_tokens_of: Final = attrgetter("draft_tokens")
 
 
 def has_drafts(works: Sequence[Work]) -> bool:
-    """Return whether a step verifies draft tokens."""
+    """Return whether any of these works has draft tokens to verify."""
     return any(map(_draft_tokens_of, works))
 
 
 def take_each(works: Sequence[Work], tokens: Sequence[SampledToken]) -> list[list[SampledToken]]:
-    """Return the tokens of each of these works from the results of their step."""
+    """Return the tokens of each of these works from `tokens`, the results of their step."""
     if len(tokens) == len(works) and not has_drafts(works):
         return [[token] for token in tokens]
     sampled = iter(tokens)
@@ -236,8 +238,9 @@ def take_each(works: Sequence[Work], tokens: Sequence[SampledToken]) -> list[lis
 
 
 def finish_reason(request: Request, eos_token_ids: Sequence[int], next_id: int | None = None) -> FinishReason | None:
-    """Return why the last token of the request ends its output, or None; with `next_id`, why that token would do so as
-    the next one. The coordinator handles stop strings.
+    """Return why the last token of the request ends its output, or None if it does not.
+
+    With `next_id`, returns why that token would end the output as the next one. The coordinator handles stop strings.
     """
     sampling, num_output_tokens = request.sampling, len(request.token_ids) - request.num_prompt_tokens
     if next_id is None:
@@ -251,5 +254,5 @@ def finish_reason(request: Request, eos_token_ids: Sequence[int], next_id: int |
 
 
 def would_end(request: Request, sampled: SampledToken, eos_token_ids: Sequence[int]) -> bool:
-    """Return whether this result of the next step would end the output of the request: a last token, or no token."""
+    """Return whether a result of the next step would end the request's output: as its last token, or as no token."""
     return not sampled.is_token or finish_reason(request, eos_token_ids, sampled.token_id) is not None

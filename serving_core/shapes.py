@@ -32,7 +32,7 @@ class Shape:
 
 
 def common(one: Shape, other: Shape) -> Shape:
-    """Return the shape that both shapes allow, possibly an empty one."""
+    """Return the largest shape within both shapes, possibly an empty one."""
     return Shape(
         min(one.prompt_tokens, other.prompt_tokens),
         min(one.slots, other.slots),
@@ -41,7 +41,10 @@ def common(one: Shape, other: Shape) -> Shape:
 
 
 def preset(role: str, *, max_num_batched_tokens: int, max_num_seqs: int) -> Shape:
-    """Return the shape of a role on a node with these limits. Raises RequestError for an unknown role."""
+    """Return the shape of a role on a node with these limits: prompt tokens in a step, and running slots.
+
+    Raises RequestError for an unknown role.
+    """
     match role:
         case "prefill":
             return Shape(max_num_batched_tokens, 0, False)
@@ -53,14 +56,14 @@ def preset(role: str, *, max_num_batched_tokens: int, max_num_seqs: int) -> Shap
 
 
 def role_of(shape: Shape) -> str:
-    """Return the role of a shape."""
+    """Return the role that a shape amounts to: prefill, decode or mixed."""
     if shape.prefills and shape.decodes:
         return MIXED
     return PREFILL if shape.prefills else DECODE
 
 
 def check_shape(shape: Shape, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
-    """Raise RequestError unless a node with these limits supports the shape."""
+    """Raise RequestError unless a node with these limits can take the shape."""
     for name, value, limit_name, limit in (
         ("prompt_tokens", shape.prompt_tokens, "max_num_batched_tokens", max_num_batched_tokens),
         ("slots", shape.slots, "max_num_seqs", max_num_seqs),

@@ -28,7 +28,7 @@ class Extent:
         return len(self.held) == self.total
 
     def times(self, width: int) -> "Extent":
-        """Return the dimension with each element `width` elements wide, such as a head in a projection."""
+        """Return the dimension with each element replaced by `width` elements, as a head is in a projection."""
         return Extent(self.total * width, range(self.held.start * width, self.held.stop * width))
 
 
@@ -55,12 +55,15 @@ class Shard:
 
 
 def whole(total: int) -> Extent:
-    """Return an undivided dimension."""
+    """Return the extent of an undivided dimension of this length."""
     return Extent(total, range(total))
 
 
 def shard_of(config: ModelConfig, rank: int, tp_size: int, pp_size: int = 1) -> Shard:
-    """Return the part of this rank of pp_size stages of tp_size ranks. Raises ValueError for a tp_size below 1."""
+    """Return the part of a model that a rank holds on a node of `pp_size` stages of `tp_size` ranks each.
+
+    `rank` is numbered over the node. Raises ValueError for sizes below 1.
+    """
     num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
     layers = Extent(config.num_layers, stage_layers(rank, tp_size, pp_size, config.num_layers))
     rank %= tp_size
@@ -75,13 +78,13 @@ def shard_of(config: ModelConfig, rank: int, tp_size: int, pp_size: int = 1) -> 
 
 
 def is_first_holder(shard: Shard, tp_size: int) -> bool:
-    """Return whether no earlier rank holds the same KV heads."""
+    """Return whether no earlier rank of the stage holds the same KV heads as this shard."""
     held = shard.kv_heads
     return shard.rank == 0 or head_range(shard.rank - 1, tp_size, held.total) != held.held
 
 
 def ranks_text(tp_size: int, pp_size: int) -> str:
-    """Return the flags that determine a node's ranks, as the beginning of a sentence."""
+    """Return the flags that set a node's number of ranks, with their values, as the beginning of a sentence."""
     text = f"--tensor-parallel-size is {tp_size}"
     return text if pp_size == 1 else f"{text}, --pipeline-parallel-size is {pp_size}"
 
@@ -93,8 +96,7 @@ def check_num_ranks(tp_size: int, pp_size: int) -> None:
 
 
 def check_tp_size(config: ModelConfig, tp_size: int) -> None:
-    """Raise SettingsError unless each of `tp_size` ranks gets at least one attention head and a share of every divided
-    matrix."""
+    """Raise SettingsError unless each of `tp_size` ranks gets an attention head and a share of every divided matrix."""
     limits = {
         "attention heads": config.num_heads,
         "feed-forward neurons": config.intermediate_size,
@@ -115,14 +117,20 @@ def check_pp_size(config: ModelConfig, pp_size: int) -> None:
 
 
 def stage_layers(rank: int, tp_size: int, pp_size: int, num_layers: int) -> range:
-    """Return the layers of the stage of a rank. Raises ValueError for sizes below 1."""
+    """Return the layers, numbered over the whole model, of the stage of a rank.
+
+    `rank` is numbered over the node. Raises ValueError for sizes below 1.
+    """
     if tp_size < 1 or pp_size < 1:
         raise ValueError(f"{pp_size} stages of {tp_size} ranks: both must be at least 1")
     return share_of(num_layers, rank // tp_size, pp_size)
 
 
 def rank_layout(layout: KVLayout, rank: int, tp_size: int, pp_size: int) -> KVLayout:
-    """Return a rank's part of a whole model's KV layout. Each of the pp_size stages has at least one layer."""
+    """Return a rank's part of a whole model's KV layout; `rank` is numbered over the node.
+
+    Each of the `pp_size` stages must have at least one layer. Raises ValueError for sizes below 1.
+    """
     layers = stage_layers(rank, tp_size, pp_size, layout.num_layers)
     heads = head_range(rank % tp_size, tp_size, layout.num_kv_heads)
     return layout.with_layers(layout.layers[layers.start : layers.stop]).with_heads(len(heads))
@@ -134,7 +142,7 @@ def share_of(total: int, rank: int, size: int) -> range:
 
 
 def head_range(rank: int, tp_size: int, num_kv_heads: int) -> range:
-    """Return the KV heads, numbered over the whole model, that one rank of tp_size holds.
+    """Return the KV heads, numbered over the whole model, that one rank of `tp_size` holds.
 
     With heads >= ranks the ranks partition the heads; with fewer heads, each rank holds one head, and every head is on
     one or more neighboring ranks. Raises ValueError for sizes below 1.
@@ -146,10 +154,10 @@ def head_range(rank: int, tp_size: int, num_kv_heads: int) -> range:
 
 
 def query_head_range(rank: int, tp_size: int, num_heads: int, num_kv_heads: int) -> range:
-    """Return the query heads that one rank of tp_size computes. Each query head is on one rank, which holds its KV
-    head.
+    """Return the query heads that one rank of `tp_size` computes. Each is on one rank, which holds its KV head.
 
-    num_heads is a multiple of num_kv_heads. With num_heads >= tp_size every rank has a query head.
+    `num_heads` is a multiple of `num_kv_heads`. With num_heads >= tp_size every rank has a query head. Raises
+    ValueError for sizes below 1.
     """
     kv_heads = head_range(rank, tp_size, num_kv_heads)
     group_size = num_heads // num_kv_heads
@@ -163,5 +171,5 @@ def query_head_range(rank: int, tp_size: int, num_heads: int, num_kv_heads: int)
 
 
 def most_kv_heads(tp_size: int, num_kv_heads: int) -> int:
-    """Return the KV heads of the rank that holds the most."""
+    """Return the number of KV heads of the rank that holds the most."""
     return -(-num_kv_heads // tp_size)

@@ -32,14 +32,14 @@ class Due:
     refuses_late: bool = False  # refuse a prompt that cannot meet its deadline, unless half of it is prefilled
 
     def token_s(self, index: int) -> float:
-        """Return the deadline of a token, 0 for the first; inf while the time of the first token is unknown."""
+        """Return the deadline of the token with this index, 0 for the first; inf while the first token has not come."""
         if index == 0:
             return self.first_s
         return math.inf if self.began_s is None else self.began_s + index * self.tpot_s
 
 
 def timely(seconds: Sequence[float], dues_s: Sequence[float], priorities: Sequence[int] = ()) -> list[int]:
-    """Return the indices of the most jobs that can be done in time one after the other, in execution order.
+    """Return the indices of the most jobs that can be done in time one after the other, in order of execution.
 
     Job i takes `seconds[i]` and is due `dues_s[i]` seconds from the start; equal deadlines keep their order. With
     `priorities` the number of jobs is maximized for the lowest value first, then for the next value in the remaining
@@ -72,7 +72,10 @@ MAX_FACTOR: Final = 2.0  # with a larger factor nothing would be planned to lear
 
 
 class Margin:
-    """The latest errors of one kind of prediction."""
+    """Learn a factor from the latest errors of one kind of prediction.
+
+    It starts at `prior_factor`, and is the quantile `quantile` of actual / predicted.
+    """
 
     def __init__(self, prior_factor: float = PRIOR_FACTOR, quantile: float = QUANTILE) -> None:
         self._quantile = quantile
@@ -87,9 +90,7 @@ class Margin:
 
     @property
     def factor(self) -> float:
-        """Return the factor, from 1 to MAX_FACTOR, such that actual times rarely exceed the predicted seconds times the
-        factor.
-        """
+        """Return the factor, 1 to MAX_FACTOR: actual times rarely exceed the predicted seconds times this factor."""
         if self._factor is None:
             ordered = sorted(self._ratios)
             self._factor = min(MAX_FACTOR, max(1.0, ordered[int(self._quantile * len(ordered))]))

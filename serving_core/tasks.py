@@ -8,7 +8,10 @@ from typing import Any
 
 
 async def first_to_end(*parts: Coroutine[Any, Any, object]) -> None:
-    """Run the parts concurrently until one ends; cancel the others; raise the exception of the ended one."""
+    """Run the coroutines concurrently until one ends, and cancel the others.
+
+    Raises the exception of the one that ended.
+    """
     tasks = [asyncio.create_task(part) for part in parts]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -21,7 +24,7 @@ async def first_to_end(*parts: Coroutine[Any, Any, object]) -> None:
 
 
 class Turns:
-    """Mutual exclusion with one turn at a time. Owned by one event loop."""
+    """Let one task at a time have the turn. Owned by one event loop."""
 
     def __init__(self) -> None:
         self._is_taken = False
@@ -29,7 +32,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, asker: str) -> AsyncIterator[None]:
-        """Wait for a turn of this asker, and hold it within the block.
+        """Return a context manager that waits for a turn of this asker, and has it within the block.
 
         Each waiting asker has one turn before any has a second; turns of one asker come in order of arrival.
         """

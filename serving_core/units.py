@@ -20,7 +20,7 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([TGMK]i?B|B)?", re.ASCII | re.IGNO
 
 
 def size_of(num_bytes: int) -> str:
-    """Return the bytes in the largest unit of which there is at least one."""
+    """Return a number of bytes in words, such as 1.5 GiB, in the largest unit of which there is at least one."""
     for unit, unit_bytes in UNITS:
         if num_bytes >= unit_bytes:
             return f"{num_bytes / unit_bytes:.1f} {unit}"
@@ -28,8 +28,9 @@ def size_of(num_bytes: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a text such as 536870912, 512MiB, 0.5 GiB, or 2GB (2 * 10**9); case does not matter. Raises
-    ValueError.
+    """Return the number of bytes in a text such as 536870912, 512MiB, 0.5 GiB, or 2GB (2 * 10**9), in any case.
+
+    Raises ValueError for any other text, and for less than a byte.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:

@@ -8,14 +8,17 @@ from serving_core.process.interrupts import end_at_once, leave_to_system
 
 
 def run() -> None:
-    """The command `splitserve`. It imports nothing of the folder that it runs in, nor do the processes that it starts:
-    `python -m` would, and a user's folder may well have an engine.py."""
+    """Run the command `splitserve`, and exit with its code.
+
+    Sets PYTHONSAFEPATH, so that neither this process nor those that it starts import from the folder that it runs in:
+    `python -m` would, and a user's folder may well have an engine.py.
+    """
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     run_command()
 
 
 def run_command() -> None:
-    """Run the command of sys.argv and exit with its code."""
+    """Run the command that sys.argv names, and exit with its code."""
     end_at_once()
     end_without_base()
     from splitserve.cli import main

@@ -1,4 +1,4 @@
-"""A private certificate authority in a folder, and one certificate for each role."""
+"""Make a private certificate authority in a folder, and one certificate for each role."""
 
 import datetime
 import ipaddress
@@ -41,9 +41,12 @@ class Issued:
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: int) -> bool:
-    """Write a certificate and a key for each role, valid for so many days; the coordinator's for this machine, these
-    hosts, and those of the one that was there. Makes the authority that signs them, unless the folder has one: the
-    result says which. Raises SettingsError."""
+    """Write a certificate and a key for each role to a folder, valid for `days` days; return whether the CA is new.
+
+    The CA of the folder signs them, or a new one if it has none. The coordinator's certificate is for this machine,
+    `hosts`, and the hosts of the certificate that it replaces. Raises SettingsError if a host is malformed, the CA ends
+    before that, or a file cannot be read or written.
+    """
     given = [_name(host) for host in (*THIS_MACHINE, *hosts)]
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Files of requests as OpenAI's batches have them, a JSON object a line, and of what became of each. Pure."""
+"""Read files of requests in the format of OpenAI's batches, a JSON object a line, and write lines of results. Pure."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -15,8 +15,10 @@ LATER: Final = (429, 503, 529)  # statuses of a server that turns requests away 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """One line: what is to be asked where, as JSON, and the name that its answer gets, None for a line that cannot be
-    read. `problem` says why a request cannot be sent."""
+    """One line of a file: path and body of an HTTP request, and the id that its result gets.
+
+    `custom_id` is None for a line that cannot be read. `problem` says why the request cannot be sent, empty if it can.
+    """
 
     custom_id: str | None
     path: str
@@ -25,7 +27,11 @@ class BatchRequest:
 
 
 def batch_requests(lines: Iterable[bytes]) -> Iterator[BatchRequest]:
-    """Yield the requests of a file's lines; blank ones say nothing. Raises SettingsError, with the line's number."""
+    """Yield the requests of a file's lines; blank lines are skipped.
+
+    Raises SettingsError, with the line's number, for a line that is too long or no request, and for a repeated
+    custom_id.
+    """
     numbers: dict[str | None, int] = {}
     for number, line in enumerate(lines, 1):
         if len(line) > MAX_LINE_BYTES:
@@ -69,7 +75,10 @@ def _parsed(line: bytes) -> BatchRequest:
 
 
 def answered(request: BatchRequest, status: int, request_id: str, body: Any) -> str:
-    """Return the line about a request that was answered, be it with an error, or with what cannot be written down."""
+    """Return the result line, as JSON, of a request that the server answered, with an error status or not.
+
+    If the body cannot be written as JSON, the line says that the request failed.
+    """
     response = {"status_code": status, "request_id": request_id, "body": body}
     try:
         return _line(request, request_id, response, None)
@@ -78,7 +87,7 @@ def answered(request: BatchRequest, status: int, request_id: str, body: Any) -> 
 
 
 def failed(request: BatchRequest, code: str, message: str) -> str:
-    """The line about a request that got no answer."""
+    """Return the result line, as JSON, of a request that got no answer."""
     return _line(request, "", None, {"code": code, "message": message})
 
 

@@ -1,4 +1,4 @@
-"""The command line. Each command's code is imported when the command runs, so that help is quick."""
+"""Define the command line. Each command's code is imported when the command runs, so that help is quick."""
 
 import importlib
 import importlib.metadata
@@ -47,7 +47,7 @@ ENTRY_POINTS: Final = "splitserve.commands"
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported on use."""
+    """Import each command when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -69,7 +69,11 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Imports the command; from there on Ctrl-C is an exception, so that it can clean up."""
+        """Return the name, the command and its arguments, after importing the command.
+
+        Arguments and environment variables of an earlier version are renamed, with a warning. From here on Ctrl-C
+        raises KeyboardInterrupt, so that the command can clean up.
+        """
         try:
             found = super().resolve_command(ctx, [rename_role(args[0]), *args[1:]] if args else args)
         except click.UsageError as error:
@@ -85,10 +89,11 @@ class LazyGroup(click.Group):
         return found
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, and tell errors that SplitServe raises on purpose in one sentence.
+        """Run the command, and report errors that SplitServe raises on purpose in one sentence.
 
         A SplitServeError exits with code 2 for wrong settings or an unusable model, else 1; Ctrl-C with code 130. An
-        unknown flag or value gets a hint at our name for it, if there is one; a wrong value tells where it was set.
+        unknown flag or value gets a hint at our name for it, if there is one; a wrong value is reported with the place
+        where it was set.
         """
         try:
             return super().invoke(ctx)

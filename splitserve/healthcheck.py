@@ -1,10 +1,12 @@
-"""Exit code 0 when healthy, for container health checks: `python -m splitserve.healthcheck TARGET [SERVICE]`.
+"""Exit with code 0 when a process is healthy, for container health checks.
+
+    python -m splitserve.healthcheck TARGET [SERVICE]
 
 Asks gRPC's health service at HOST:PORT: the coordinator whether it answers at all, or with SERVICE
 splitserve.v1.Inference whether it can take requests; a node at its --health-port whether it is ready. Over TLS where
 SPLITSERVE_TLS_CA or SPLITSERVE_TLS_CERT is set, as for the process that is checked: by that CA, or else by that very
-certificate, whatever names it is for. http://HOST:PORT is asked without; fleet://HOST:PORT is the coordinator's port
-for nodes, where clients cannot crowd a health check out, and which is over TLS where there is a CA.
+certificate, whatever names it is for. http://HOST:PORT is asked without TLS; fleet://HOST:PORT is the coordinator's
+port for nodes, where clients cannot crowd a health check out, and which is over TLS where there is a CA.
 """
 
 import os
@@ -26,7 +28,11 @@ FLEET: Final = "fleet://"
 
 
 def is_healthy(target: str, service: str = "", *, environment: Mapping[str, str]) -> bool:
-    """Raises grpc.RpcError when nobody answers, or knows no such service, and TlsError."""
+    """Return whether a service at the target is SERVING; an empty service is the process as a whole.
+
+    `environment` has the TLS variables. Raises grpc.RpcError when nobody answers within TIMEOUT_S, or the service is
+    unknown, and TlsError for an unusable file.
+    """
     with _dialling(target, environment).channel((NO_PROXY,)) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Work that a signal may end."""
+"""Run work that a signal may end."""
 
 import asyncio
 import signal
@@ -10,8 +10,11 @@ from typing import Any
 def run_until_signal(
     work: Coroutine[Any, Any, None], on_hangup: Callable[[], bool] = lambda: False
 ) -> signal.Signals | None:
-    """Run work to its end. SIGINT, SIGTERM and SIGHUP cancel it, a second one also its clean-up; return the one that
-    did. SIGHUP does not where `on_hangup` has made something else of it, or this process was told to ignore it."""
+    """Run work to its end, or until a signal cancels it; return the signal, or None if there was none.
+
+    SIGINT, SIGTERM and SIGHUP cancel the work, a second one also its clean-up. SIGHUP does not if `on_hangup` returns
+    True, having handled it, or if this process was started to ignore it. Raises the exception of the work.
+    """
     received: list[signal.Signals] = []
 
     async def main() -> signal.Signals | None:
@@ -41,6 +44,6 @@ def run_until_signal(
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run work to its end; where a signal ends it, this process exits with 128 + the signal's number."""
+    """Run work to its end; if a signal ends it, exit with code 128 plus the signal's number."""
     if number := run_until_signal(work):
         sys.exit(128 + number)

@@ -13,7 +13,10 @@ _KEY_PREFIX: Final = "lora:"
 
 
 def parse_adapters(given: Sequence[str]) -> dict[str, Path]:
-    """Return the folders of --lora NAME=FOLDER by name. Raises SettingsError."""
+    """Return the folder of each adapter name, from the values NAME=FOLDER of --lora.
+
+    Raises SettingsError for a malformed value, a repeated name, or more than MOST_ADAPTERS.
+    """
     folders: dict[str, Path] = {}
     for text in given:
         name, _, folder = text.partition("=")

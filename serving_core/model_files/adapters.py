@@ -59,7 +59,10 @@ class StoredAdapter:
         return _tensor_name(self.root, projection, half)
 
     def digest(self) -> str:
-        """Return the SHA-256 of the scale and the whole file, on which outputs depend. Raises ModelError."""
+        """Return the SHA-256, in hexadecimal, of the scale and the whole file.
+
+        Raises ModelError if the file cannot be read.
+        """
         hasher = hashlib.sha256(f"{self.scale!r} ".encode())
         try:
             with self.file.open("rb") as stream:
@@ -69,14 +72,15 @@ class StoredAdapter:
 
 
 def read_adapters(given: Sequence[str], config: ModelConfig) -> list[StoredAdapter]:
-    """Return the adapters of --lora NAME=FOLDER, reading only headers. Raises SettingsError, or ModelError, which names
-    the adapter.
+    """Return the adapters of --lora NAME=FOLDER for the model of `config`, from their configs and headers of weights.
+
+    Raises SettingsError for malformed values, and ModelError, which names the adapter, for one that does not fit.
     """
     return [_read_named(name, folder, config) for name, folder in parse_adapters(given).items()]
 
 
 def adapter_facts(adapters: Iterable[StoredAdapter]) -> dict[str, str]:
-    """Return the adapters' additions to a node's fingerprint."""
+    """Return what adapters add to a node's fingerprint: the content digest of each. Raises ModelError."""
     return {adapter_key(adapter.name): adapter.digest() for adapter in adapters}
 
 

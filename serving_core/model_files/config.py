@@ -79,13 +79,15 @@ PICTURE_ROOTS: Final = (  # and of sounds
 
 
 def is_whole(config: JsonFields) -> bool:
-    """Return whether a config.json describes a model of WHOLES."""
+    """Return whether a config.json describes a model of WHOLES, which has a text part and others."""
     return _text_architecture(config) in WHOLES
 
 
 def text_config(config: JsonFields, where: str) -> JsonFields:
-    """Return the config.json of the text part of a model of WHOLES, except for the architecture, which follows from its
-    model_type. Raises ModelError.
+    """Return the config.json of the text part of a model of WHOLES. `where` names it in errors.
+
+    Its architecture is that of WHOLES, or None where it follows from the model_type. Raises ModelError if there is no
+    text part.
     """
     architecture = _text_architecture(config)
     said = config.raw(TEXT_CONFIG)
@@ -97,9 +99,10 @@ def text_config(config: JsonFields, where: str) -> JsonFields:
 
 
 def text_names(stored: Iterable[str]) -> dict[str, str]:
-    """Return the stored name of each text tensor, by the name that a decoder alone has for it.
+    """Return the stored name of each tensor by the name that a text decoder alone has for it.
 
-    A tensor that belongs neither to text nor to images keeps its name. Raises ModelError for two tensors of one name.
+    Tensors of pictures and sounds are left out. A tensor that belongs neither to text nor to these keeps its name.
+    Raises ModelError for two tensors of one name.
     """
     found: dict[str, str] = {}
     for name in stored:
@@ -137,13 +140,15 @@ class Embedder:
 
     @property
     def pooling(self) -> Pooling:
-        """Return the pooling of a request without settings of its own."""
+        """Return the pooling of a request that sets neither normalization nor dimensions."""
         return Pooling(self.kind, self.normalizes)
 
 
 def read_embedder(folder: Path, config: JsonFields, runner: str, *, is_headless: bool) -> Embedder | None:
-    """Return the folder's embedder, or None if the model generates text. `runner` is a value of --runner. Raises
-    ModelError.
+    """Return how the model of a folder pools a text into a vector, or None if the model generates text.
+
+    `config` is config.json, and `runner` a value of --runner. `is_headless`: the checkpoint has no head. Raises
+    ModelError for an unsupported pooling, and where `runner` is GENERATE without a head.
     """
     if runner == GENERATE:
         if is_headless:
@@ -278,12 +283,12 @@ class ModelConfig:
 
     @property
     def experts(self) -> Experts | None:
-        """Return the experts of its layers, if any."""
+        """Return the experts of the model's layers; None if it has none."""
         return self.differences.experts
 
     @property
     def is_transformers(self) -> bool:
-        """Return whether the transformers backend computes it."""
+        """Return whether the transformers backend computes the model."""
         return self.model_impl == TRANSFORMERS
 
     def rope_of(self, layer: int) -> Rope | None:
@@ -293,7 +298,7 @@ class ModelConfig:
         return (self.sliding_windows[layer] and self.differences.sliding_rope) or self.rope
 
     def kv_layout(self, block_size: int, dtype: str) -> KVLayout:
-        """Return the memory layout of the whole model's KV cache."""
+        """Return the memory layout of the whole model's KV cache, in blocks of `block_size` tokens of this dtype."""
         sizes = (self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
         return KVLayout.uniform(*sizes, is_latent=self.has_latent_kv)
 

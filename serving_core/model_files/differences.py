@@ -63,7 +63,7 @@ class Experts:
 
 
 def mixtral_experts(config: JsonFields) -> Experts:
-    """Return Mixtral's experts. Raises ModelError, as do the other readers."""
+    """Read Mixtral's experts from config.json. Raises ModelError for a missing or wrong setting."""
     size = config.integer("intermediate_size")
     return Experts(*_numbers(config), size, True, module="block_sparse_moe", projections=("w1", "w3", "w2"))
 
@@ -147,8 +147,9 @@ class Family:
 
 
 def check_names(config: JsonFields, architecture: str) -> None:
-    """Raise ModelError if the config.json of one of FAMILIES has a setting that its description does not know. Null and
-    false count as off.
+    """Raise ModelError if config.json has a setting that the Family of its architecture does not know.
+
+    Null and false count as off.
     """
     family = FAMILIES[architecture]
     known = {*LLAMAS_NAMES, *NAMES_WITHOUT_EFFECT, *family.names, family.eps_name}
@@ -164,7 +165,10 @@ def eps_name(architecture: str) -> str:
 
 
 def read_layer_types(config: JsonFields, usual: list[bool]) -> list[bool]:
-    """Return which layers have a window, from layer_types; `usual` if it is missing."""
+    """Return, for each layer, whether it has a sliding window, by layer_types; `usual` if that is missing.
+
+    Raises ModelError unless layer_types has one known name for each layer.
+    """
     layer_types, num_layers = config.raw("layer_types"), len(usual)
     if layer_types is None:
         return usual

@@ -29,11 +29,12 @@ SHAPE: Final = (
 def fingerprint(
     folder: Path, config: ModelConfig, layout: KVLayout, dtype: str, quantization: str = "none"
 ) -> dict[str, str]:
-    """Return readable facts, to be compared key by key: model config, compute dtype, --quantization, KV dtype, KV
-    layout, weights.
+    """Return the facts of a node that must be equal on all nodes of a fleet, as readable texts by name.
 
-    `weights` is a SHA-256 over, for every file of weights, its size, its whole header and its first and last MiB. So it
-    distinguishes models and fine-tunes in milliseconds, but not two files that differ only in the middle.
+    They are all of the model config, the compute dtype, --quantization, KV dtype, KV layout and weights. `weights` is a
+    SHA-256 over, for every file of weights, its size, its whole header and its first and last MiB. So it distinguishes
+    models and fine-tunes in milliseconds, but not two files that differ only in the middle. Raises ModelError if the
+    weights cannot be read.
     """
     facts = {field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)}
     facts["dtype"] = dtype
@@ -44,7 +45,7 @@ def fingerprint(
 
 
 def layout_facts(layout: KVLayout) -> dict[str, str]:
-    """Return the facts of a fingerprint that the KV layout alone decides."""
+    """Return the facts of a fingerprint that follow from the KV layout alone."""
     facts = {
         "kv_cache_dtype": layout.dtype,
         "block_size": str(layout.block_size),
@@ -54,7 +55,7 @@ def layout_facts(layout: KVLayout) -> dict[str, str]:
 
 
 def model_facts(folder: Path, config: ModelConfig) -> dict[str, str]:
-    """Return the facts of a model in every node's fingerprint that do not depend on a node.
+    """Return the facts of every node's fingerprint that follow from the model folder alone.
 
     `weights` is among them if the folder has weights; the other files suffice for what clients learn about a model.
     """

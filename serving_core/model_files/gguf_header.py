@@ -108,7 +108,7 @@ class GgufTensor:
         return self.start + self.num_bytes
 
     def slices(self) -> Iterator["GgufTensor"]:
-        """Yield the slices along the first dimension. The tensor must have at least two dimensions."""
+        """Yield the tensor's slices along its first dimension as tensors. It must have at least two dimensions."""
         shape, size_bytes = self.shape[1:], self.num_bytes // self.shape[0]
         for index in range(self.shape[0]):
             yield GgufTensor(shape, self.type_id, self.start + index * size_bytes, self.part)
@@ -124,7 +124,7 @@ class GgufHeader:
 
 
 def read_header(stream: BinaryIO, name: str) -> GgufHeader:
-    """Read the header of a file at any position; `name` is the file's name in errors.
+    """Read the header from the start of a file, wherever the stream is; `name` is the file's name in errors.
 
     Raises ModelError unless the header is complete, known and within the file.
     """
@@ -314,13 +314,14 @@ class GgufModel:
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of all bytes that config and tokenizer come from."""
+        """Return the SHA-256, in hexadecimal, of all bytes that config and tokenizer come from."""
         return hashlib.sha256(b"".join(self.headers) + self.rope_factors).hexdigest()
 
 
 def parts_of(file: Path) -> list[Path]:
-    """Return the files of a model, given its first part; the others need not exist. Raises ModelError for another
-    part.
+    """Return the files of a model, given its first part or its only file. The others need not exist.
+
+    Raises ModelError if `file` is a later part, or one of more than MOST_PARTS.
     """
     if (said := PART_NAME.fullmatch(file.name)) is None:
         return [file]
@@ -334,14 +335,17 @@ def parts_of(file: Path) -> list[Path]:
 
 
 def model_name(file: Path) -> str:
-    """Return a model's name, from the name of its file or first part."""
+    """Return a model's name, which is the name of its file or first part without part numbers and suffix."""
     said = PART_NAME.fullmatch(file.name)
     return said["name"] if said else file.stem
 
 
 @contextmanager
 def open_parts(files: Sequence[Path]) -> Iterator[list[BufferedReader]]:
-    """Open the files. Raises ModelError for one that cannot be opened, or not be read within the context."""
+    """Return a context manager that opens the files and yields their streams.
+
+    Raises ModelError for a file that cannot be opened, and for an OSError within the block.
+    """
     try:
         with ExitStack() as opened:
             yield [opened.enter_context(file.open("rb")) for file in files]
@@ -350,8 +354,9 @@ def open_parts(files: Sequence[Path]) -> Iterator[list[BufferedReader]]:
 
 
 def read_model(streams: Sequence[BinaryIO], names: Sequence[str]) -> GgufModel:
-    """Read the headers of all parts; `names` are the files' names in errors. Raises ModelError unless the parts are
-    complete and belong together.
+    """Read the headers of all parts of a model; `names` are the files' names in errors.
+
+    Raises ModelError unless the parts are complete and belong together.
     """
     headers, tensors = list[GgufHeader](), dict[str, GgufTensor]()
     for number, (stream, name) in enumerate(zip(streams, names, strict=True)):

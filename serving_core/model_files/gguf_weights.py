@@ -85,8 +85,9 @@ NAMES: Final = {
 
 
 def checkpoint_tensors(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
-    """Return the tensors of a file by their checkpoint names. An unknown or duplicate tensor gets a name that no
-    checkpoint has.
+    """Return the tensors of a GGUF file by the names of a checkpoint; a stack of experts becomes one tensor each.
+
+    `metadata` is the file's. An unknown or duplicate tensor gets a name that no checkpoint has.
     """
     architecture = metadata.get("general.architecture")
     num_experts = metadata.get(f"{architecture}.{EXPERT_COUNT}", 0)
@@ -138,7 +139,7 @@ Identity = tuple[int, ...]
 
 
 class GgufWeights:
-    """The tensors by name, and access to their stored bytes. Created by `gguf_weights`."""
+    """Know a folder's tensors by name, and open the files of their bytes. Created by `gguf_weights`."""
 
     def __init__(self, folder: Path) -> None:
         self._links: Final = links_of(folder)
@@ -154,22 +155,26 @@ class GgufWeights:
         self.tensors: Final = checkpoint_tensors(model.metadata, weights)
 
     def is_interleaved(self, name: str) -> bool:
-        """Return whether the rows of each head alternate between its halves, as llama.cpp rotates Llama's."""
+        """Return whether the rows of each head in a tensor alternate between its halves, as llama.cpp has Llama's."""
         return self._architecture == "llama" and name.endswith(INTERLEAVED)
 
     def addend(self, name: str) -> float:
-        """Return the number that was added to a tensor when it was written: to Gemma's norms, whose decoder adds it by
-        itself.
+        """Return the number that was added to a tensor when it was written: 1 for Gemma's norms, else 0.
+
+        Gemma's decoder adds it by itself, so that the reader must subtract it.
         """
         return 1.0 if self._architecture in GEMMAS and name.endswith("norm.weight") else 0.0
 
     def file_of(self, name: str) -> Path:
-        """Return the file of a tensor."""
+        """Return the path of the file that holds a tensor."""
         return self._links[self.tensors[name].part]
 
     @contextmanager
     def open(self) -> Iterator[list[BufferedReader]]:
-        """Open the files to read tensors from. Raises ModelError if a file has changed since its header was read."""
+        """Return a context manager that opens the files of all parts and yields their streams.
+
+        Raises ModelError if a file has changed since its header was read, or cannot be read.
+        """
         with open_parts(self._links) as streams:
             for link, stream, identity in zip(self._links, streams, self._identities, strict=True):
                 if _identity(os.fstat(stream.fileno())) != identity:
@@ -178,8 +183,9 @@ class GgufWeights:
 
 
 def gguf_weights(folder: Path) -> GgufWeights:
-    """Return the tensors of a folder. Raises ModelError if a file is missing, broken or different from the folder's
-    source.
+    """Return the tensors of a model folder made from a GGUF file, from a cache if its files are unchanged.
+
+    Raises ModelError if a file is missing, broken or different from the folder's source.
     """
     try:
         identities = tuple(_identity(link.stat()) for link in links_of(folder))
@@ -194,12 +200,12 @@ def _read(folder: Path, identities: tuple[Identity, ...]) -> GgufWeights:
 
 
 def link_name(part: int) -> str:
-    """Return the name of the link to a part, counted from 0, in a folder."""
+    """Return the name, within a folder, of the link to a part, counted from 0."""
     return LINK if part == 0 else f"{LINK}.{part + 1}"
 
 
 def links_of(folder: Path) -> list[Path]:
-    """Return the links to all parts: always the first, and the existing ones after it."""
+    """Return the links to the parts of a folder: always the first, and those behind it that exist."""
     links = (folder / link_name(part) for part in range(MOST_PARTS))
     return [folder / LINK, *itertools.takewhile(Path.is_symlink, itertools.islice(links, 1, None))]
 

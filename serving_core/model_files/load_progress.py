@@ -18,17 +18,18 @@ _PROGRESS: Final = re.compile(r"loading weights: (\d+% of [\d.]+ \w+)|(weights l
 
 
 def progress_in(event: str) -> str:
-    """Return how far a load is by this event, as in `45% of 14.2 GiB` or `weights loaded`; nothing for other events."""
+    """Return how far a load is by a log event, such as `45% of 14.2 GiB` or `weights loaded`; empty for others."""
     found = _PROGRESS.match(event)
     return found[1] or found[2] if found else ""
 
 
 class LoadProgress:
-    """The load of some tensors, a context manager: logs their size and number, the progress, and the duration."""
+    """Show how far a load of tensors is, as a context manager around it: size at first, progress, duration."""
 
     def __init__(self, num_bytes: int, num_tensors: int, *, is_shown: bool = True) -> None:
-        """Prepare to load num_bytes bytes. Without `is_shown` the progress is not logged: one rank shows that of its
-        whole node.
+        """Prepare to show a load of `num_tensors` tensors, `num_bytes` bytes in all.
+
+        Without `is_shown`, the progress between start and end is left out: one rank shows that of its whole node.
         """
         self._num_bytes = num_bytes
         self._num_tensors = num_tensors
@@ -52,7 +53,7 @@ class LoadProgress:
             logger.info("weights loaded in %.1f s", time.monotonic() - self._begun_s)
 
     def add(self, num_bytes: int) -> None:
-        """Add num_bytes loaded bytes."""
+        """Add `num_bytes` that were loaded, and show the progress if it is due."""
         self._num_loaded += num_bytes
         if self._bar is not None:
             self._bar.update(num_bytes)

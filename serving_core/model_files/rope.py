@@ -62,29 +62,32 @@ Rope = DefaultRope | LinearRope | YarnRope | Llama3Rope | FactorRope
 
 
 def rope_kind(config: JsonFields) -> str:
-    """Return the name of the kind of rotary embedding."""
+    """Return the name of the kind of rotary embedding in a config.json, such as yarn; default if it names none."""
     rope = _rope_fields(config)
     return rope.text("rope_type", rope.text("type", "default"))
 
 
 def original_context(config: JsonFields, max_position_embeddings: int) -> int:
-    """Return the context length, in tokens, of training before the context was extended."""
+    """Return the context length, in tokens, of training, before it was extended.
+
+    If config.json does not state it, this is `max_position_embeddings`.
+    """
     of_rope = _rope_fields(config).integer("original_max_position_embeddings", max_position_embeddings)
     return config.integer("original_max_position_embeddings", of_rope)
 
 
 def rotary_share(config: JsonFields) -> float:
-    """Return the fraction of a head that is rotated."""
+    """Return the fraction of a head that is rotated, 1.0 if config.json does not state it."""
     return _rope_fields(config).number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
 
 
 def read_rope(
     config: JsonFields, max_position_embeddings: int, *, may_be_partial: bool = False, layer_type: str | None = None
 ) -> Rope:
-    """Return the rotary embedding of a config.json, in the format of transformers 4 (rope_theta, rope_scaling) or 5
-    (rope_parameters).
+    """Return the rotary embedding of a config.json, in the format of transformers 4 or 5.
 
-    With `layer_type`, that of the layers of this type where types differ. Raises ModelError for unknown kinds.
+    With `layer_type`, that of the layers of this type, where types differ. `may_be_partial`: a part of each head may
+    stay unrotated. Raises ModelError for an unsupported kind or a missing setting.
     """
     if layer_type is not None:
         config = _of_layers(config, layer_type)

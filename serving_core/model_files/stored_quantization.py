@@ -28,7 +28,7 @@ MXFP4_SCALES: Final = "_scales"  # the ending of their names
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """The storage format of a checkpoint's weights."""
+    """Describe the format in which a checkpoint stores quantized weights."""
 
     method: str  # gptq, awq, w8a8, fp8 or mxfp4
     bits: int
@@ -38,12 +38,15 @@ class StoredQuantization:
 
     @property
     def become_floats(self) -> bool:
-        """Return whether weights are converted to floats when they are loaded."""
+        """Return whether the weights are converted to floats when they are loaded."""
         return self.method in ("fp8", MXFP4)
 
 
 def check_quantization(quantization: str, stored: StoredQuantization | None) -> None:
-    """Raise SettingsError if weights that stay in their stored format are to be quantized again."""
+    """Raise SettingsError if --quantization asks to quantize weights that are quantized, and stay as they are stored.
+
+    `stored` is their stored format; None for floats.
+    """
     if stored is not None and not stored.become_floats and quantization != "none":
         raise SettingsError(
             f"--quantization {quantization}: the weights are stored as {quantization_name('none', stored)} already"
@@ -51,8 +54,9 @@ def check_quantization(quantization: str, stored: StoredQuantization | None) -> 
 
 
 def quantization_name(quantization: str, stored: StoredQuantization | None) -> str:
-    """Return the weights' quantization in a word: a value of --quantization, or the stored format, such as
-    gptq-int4.
+    """Return the weights' quantization in a word: `quantization`, a value of --quantization, if it is set.
+
+    Else the stored format, such as gptq-int4.
     """
     if stored is None or quantization != "none":
         return quantization
@@ -60,8 +64,9 @@ def quantization_name(quantization: str, stored: StoredQuantization | None) -> s
 
 
 def read_stored_quantization(config: JsonFields) -> StoredQuantization | None:
-    """Return the stored format; None for weights stored as floats. Raises ModelError, which names the setting, for an
-    unsupported format.
+    """Return the stored format that config.json states; None for weights stored as floats.
+
+    Raises ModelError, which names the setting, for an unsupported format.
     """
     fields = config.nested("quantization_config")
     if fields is None:
@@ -73,7 +78,7 @@ def read_stored_quantization(config: JsonFields) -> StoredQuantization | None:
 
 
 def read_dequantized(config: JsonFields) -> StoredQuantization | None:
-    """Return the stored format of weights of which transformers makes floats as they are loaded; None for floats.
+    """Return the stored format of weights that transformers converts to floats as they are loaded; None for floats.
 
     Raises ModelError, which names the setting, for any other format.
     """

@@ -58,7 +58,10 @@ def file_tensors(file: Path) -> dict[str, StoredTensor]:
 
 
 def tensor_places(file: Path) -> dict[str, range]:
-    """Return the bytes of each tensor of a safetensors file. Requires that the file has been opened as a valid one."""
+    """Return, for each tensor of a safetensors file, the range of its bytes in the file.
+
+    Requires that the file has been opened as a valid one.
+    """
     with file.open("rb") as stream:
         first = read_header_bytes(stream)
         header = json.loads(stream.read(first - LENGTH_BYTES))

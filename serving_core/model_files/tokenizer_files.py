@@ -27,8 +27,9 @@ SPECIAL_TOKEN_NAMES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The contents of the files: the tokenizer, tokenizer_config.json, and the special tokens by role, such as
-    bos_token.
+    """Hold the contents of the files: the tokenizer, tokenizer_config.json, and the special tokens by role.
+
+    A role is a name such as bos_token.
     """
 
     tokenizer: Tokenizer
@@ -37,7 +38,10 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read the tokenizer's files. Raises ModelError if a file is missing or broken."""
+    """Read the tokenizer of a model folder, with the tokens that tokenizer_config.json adds.
+
+    Raises ModelError if a file is missing or broken, or adds a token that cannot be added.
+    """
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         raise ModelError(f"there is no {path}; a tokenizer of another format is not supported")
@@ -83,8 +87,9 @@ def _listed_tokens(folder: Path, config: JsonFields) -> Iterator[tuple[Any, Any]
 
 
 def vocabulary_digest(tokenizer: Tokenizer) -> str:
-    """Return a digest that is equal for tokenizers whose tokens have the same ids, texts and special flags, even if
-    they split texts differently.
+    """Return a digest, in hexadecimal, of the ids, texts and special flags of all tokens.
+
+    Tokenizers with equal digests may still split texts differently.
     """
     ids = tokenizer.get_vocab(with_added_tokens=True)
     tokens = ", ".join(f"({token!r}, {ids[token]})" for token in sorted(ids, key=ids.__getitem__))
@@ -110,10 +115,10 @@ OTHERS: Final = ("additional_special_tokens", "extra_special_tokens")
 
 
 def add_tokens(tokenizer: Tokenizer, config: JsonFields, named: Collection[str]) -> None:
-    """Add the tokens that the tokenizer lacks or defines differently. `named` are the special tokens with a role, such
-    as pad_token.
+    """Add, in place, the tokens of tokenizer_config.json that the tokenizer lacks or defines differently.
 
-    Raises ModelError if a new token would get another id than tokenizer_config.json gives.
+    `named` are the special tokens with a role, such as pad_token. Raises ModelError if a new token would get another id
+    than tokenizer_config.json gives.
     """
     known = list(tokenizer.get_added_tokens_decoder().values())
     listed = {token_id: token for token_id, token in sorted(_listed(config).items()) if token not in known}
@@ -138,7 +143,10 @@ def add_tokens(tokenizer: Tokenizer, config: JsonFields, named: Collection[str])
 
 
 def token_text(token: Any) -> str | None:
-    """Return the text of a special token as the files write it: a text, or an object with the text as `content`."""
+    """Return the text of a special token as the files write it: a text, or an object with the text as `content`.
+
+    None for any other value.
+    """
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

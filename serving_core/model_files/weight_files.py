@@ -13,12 +13,12 @@ LENGTH_BYTES: Final = 8  # a safetensors file starts with the length of its JSON
 
 
 def is_gguf(folder: Path) -> bool:
-    """Return whether the weights of a model folder are a GGUF file."""
+    """Return whether a model folder was made from a GGUF file: it has a link to one."""
     return (folder / LINK).is_symlink()
 
 
 def index_of(folder: Path) -> Path | None:
-    """Return the index of a model folder; None without one, or beside a single weights file.
+    """Return the path of the index of a model folder; None without one, or beside a single weights file.
 
     A model saved as a single file over a sharded one may leave the old index behind.
     """
@@ -27,8 +27,9 @@ def index_of(folder: Path) -> Path | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model folder, sorted: the single file, or those of the index. Raises
-    ModelError.
+    """Return the safetensors files of a model folder, sorted: the single file, or those that the index names.
+
+    Raises ModelError if there is neither, or one of them is missing.
     """
     if (index := index_of(folder)) is not None:
         names = sorted(set(weight_map(index).values()))
@@ -44,15 +45,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_header_bytes(stream: BinaryIO) -> int:
-    """Return the bytes before the tensor data of a safetensors file: the length field (LENGTH_BYTES) and the JSON.
+    """Return the number of bytes before the tensor data of a safetensors file: the length field and the JSON.
 
-    Reads the length field at the start of the stream, and leaves the stream before the JSON.
+    Reads the length field (LENGTH_BYTES) at the start of the stream, and leaves the stream before the JSON.
     """
     return LENGTH_BYTES + int.from_bytes(stream.read(LENGTH_BYTES), "little")
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor, as the index lists them. Raises ModelError."""
+    """Return the file name of each tensor, as the index lists them. Raises ModelError for an index of another form."""
     files = read_json_object(index).raw("weight_map")
     if not isinstance(files, dict) or not files:
         raise ModelError(f"{index} has no weight_map")

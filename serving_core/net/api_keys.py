@@ -13,10 +13,11 @@ _NAME: Final = re.compile(r"[\w.@-]{1,64}")
 
 
 def read_api_keys(path: Path) -> dict[str, str]:
-    """Return the holders' names by key from a file with lines NAME KEY, or KEY alone (an empty name).
+    """Read a file of API keys, and return a map of key to holder name.
 
-    Blank lines and lines that begin with # are skipped. Raises SettingsError, whose text holds no key, for a file that
-    cannot be read, any other line, a repeated key, and no or too many keys.
+    Each line is NAME KEY, or KEY alone for an empty name. Blank lines and lines that begin with # are skipped. Raises
+    SettingsError, whose text holds no key, for a file that cannot be read, any other line, a repeated key, and no or
+    more than MAX_KEYS keys.
     """
     holders: dict[str, str] = {}
     for number, line in enumerate(_text_in(path).splitlines(), start=1):

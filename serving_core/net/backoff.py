@@ -5,7 +5,7 @@ from typing import Final
 
 
 class Backoff:
-    """Pauses that double up to the longest one. After calm_s without a failure they start over."""
+    """Compute pauses that double up to `longest_s`. After `calm_s` without a failure they start over at `first_s`."""
 
     def __init__(self, *, first_s: float, longest_s: float, calm_s: float) -> None:
         self._first_s, self._longest_s, self._calm_s = first_s, longest_s, calm_s
@@ -13,7 +13,7 @@ class Backoff:
         self._last_s = -math.inf
 
     def next_s(self, now: float) -> float:
-        """Return the pause after a failure at time `now`."""
+        """Record a failure at time `now`, and return the seconds to pause after it."""
         is_first = now - self._last_s > self._calm_s
         self._pause_s = self._first_s if is_first else min(2 * self._pause_s, self._longest_s)
         self._last_s = now
@@ -28,15 +28,16 @@ MAX_SENTENCES: Final = 16  # remembered
 
 
 class Reminder:
-    """Decides when to repeat a statement that stays true: at once, then after pauses that double."""
+    """Decide when to repeat a statement that stays true: at once, then after pauses that double."""
 
     def __init__(self, first_pause_s: float = FIRST_PAUSE_S) -> None:
         self._first_pause_s = first_pause_s
         self._said: dict[str, tuple[float, float]] = {}  # when a sentence is due again, and the pause after that
 
     def is_due(self, sentence: str, now: float) -> bool:
-        """Return whether to state the sentence now. Each sentence has its own pauses, so that alternating sentences are
-        not always new.
+        """Return whether to state the sentence at `now`, in seconds; if so, the next pause begins.
+
+        Each sentence has its own pauses, so that alternating sentences are not always new.
         """
         due_s, pause_s = self._said.pop(sentence, (now, self._first_pause_s))
         is_due = now >= due_s
@@ -46,5 +47,5 @@ class Reminder:
         return is_due
 
     def forget(self) -> None:
-        """Forget all sentences, since none is true any more."""
+        """Start over with all sentences, since none is true any more."""
         self._said.clear()

@@ -83,10 +83,10 @@ MAX_CONNECTION_AGE_S: Final = 3600.0
 
 
 def public_options(max_connections: int, *, longest_call_s: float, shares_port: bool = False) -> tuple[Option, ...]:
-    """Return the options of the server that clients dial.
+    """Return the gRPC options of the server that clients connect to, at most `max_connections` at once.
 
-    An old connection takes no more calls and closes after the running ones. Servers of this user may share a port if
-    all of them set `shares_port`.
+    An old connection takes no more calls and closes after the running ones, each of which may take `longest_call_s`.
+    Servers of this user may share a port if all of them set `shares_port`.
     """
     return (
         *{**dict(SERVER_OPTIONS), **dict(_TO_CLIENTS), _SHARES_PORT: int(shares_port)}.items(),
@@ -98,7 +98,7 @@ def public_options(max_connections: int, *, longest_call_s: float, shares_port: 
 
 
 def fleet_options(max_connections: int) -> tuple[Option, ...]:
-    """Return the options of the server that nodes dial, each for its lifetime.
+    """Return the gRPC options of the server that nodes connect to, at most `max_connections` at once.
 
     Prompts travel inside the fleet as token ids: a public request of 4 MiB may become a larger command.
     """
@@ -110,7 +110,10 @@ def fleet_options(max_connections: int) -> tuple[Option, ...]:
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, tls: grpc.ServerCredentials | None = None) -> int:
-    """Let the server listen on the address and return the port; 0 takes a free one. Raises SettingsError."""
+    """Let the server listen on an address, and return the port; port 0 takes a free one.
+
+    Without `tls` it is plain text. Raises SettingsError if the address cannot be used.
+    """
     address = f"{before_port(host)}:{port}"
     try:
         return server.add_secure_port(address, tls) if tls else server.add_insecure_port(address)
@@ -120,7 +123,10 @@ def listen(server: grpc.aio.Server, host: str, port: int, tls: grpc.ServerCreden
 
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    """Return the credentials of a channel over TLS; without a CA, gRPC's own CAs apply. Raises TlsError."""
+    """Return the credentials of a client's channel over TLS; without a CA, gRPC's own CAs apply.
+
+    Raises TlsError if a file cannot be used.
+    """
     pems = read_tls(files)
     return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
 
@@ -141,5 +147,8 @@ _IN_THE_OPEN: Final = tuple((words, _HANGS_UP) for words in _HUNG_UP)
 
 
 def why_no_handshake(details: str, *, over_tls: bool) -> str | None:
-    """Return what is wrong with the dialed peer; None if TLS is not the cause."""
+    """Return, in words, what is wrong with the peer of a failed connection; None if TLS is not the cause.
+
+    `details` is gRPC's text, and `over_tls` whether the channel uses TLS.
+    """
     return next((what for words, what in (_OVER_TLS if over_tls else _IN_THE_OPEN) if words in details), None)

@@ -41,8 +41,9 @@ def num_descriptors() -> int:
 
 
 def connections_within(most: int, *, descriptors_each: int) -> int:
-    """Return how many connections of `descriptors_each` descriptors a process may hold: `most`, or fewer if its limit
-    requires.
+    """Return how many connections of `descriptors_each` descriptors each this process may hold: `most`, or fewer.
+
+    They get at most 1/CONNECTIONS_SHARE of its descriptors.
     """
     return max(1, min(most, num_descriptors() // CONNECTIONS_SHARE // descriptors_each))
 
@@ -55,8 +56,9 @@ class Spares:
         self._held: list[int] = []
 
     def hold(self) -> bool:
-        """Take the released descriptors again, as far as available; return whether all are held and one more could be
-        opened.
+        """Open descriptors until the reserve is full, as far as the limit allows.
+
+        Returns whether the reserve is full and one more descriptor could be opened.
         """
         try:
             while len(self._held) < self._number:
@@ -69,14 +71,14 @@ class Spares:
         return True
 
     def release(self) -> None:
-        """Release the reserve. Call right before opening something that the process cannot do without."""
+        """Close all descriptors of the reserve, right before opening what the process cannot do without."""
         while self._held:
             os.close(self._held.pop())
 
 
 @contextlib.asynccontextmanager
 async def kept_spares() -> AsyncIterator[Spares]:
-    """Yield a reserve that refills by itself. While it cannot refill, a line in the log says so."""
+    """Return a context manager that yields a reserve, which a task refills. While it cannot, a log line says so."""
     spares = Spares()
     watching = asyncio.create_task(_watch(spares))
     try:

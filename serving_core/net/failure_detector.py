@@ -15,7 +15,7 @@ MAX_PATIENCE: Final = 5.0  # limit of the silence, in multiples of the configure
 
 
 class AwakeClock:
-    """The time during which this process ran.
+    """A clock that counts only the time during which this process ran.
 
     The owner notes the time often; the part of a gap beyond `max_lag_s` is left out: the process was stopped, starved
     or suspended with its machine.
@@ -37,15 +37,18 @@ class AwakeClock:
         return gap_s
 
     def read(self, now: float) -> float:
-        """Return `now` less the time left out."""
+        """Return the clock's time: `now` less the time left out."""
         return now - self._left_out_s
 
 
 class FailureDetector:
-    """One peer that sends heartbeats. All times are those of one AwakeClock."""
+    """Watch one peer that sends heartbeats. All times are those of one AwakeClock."""
 
     def __init__(self, timeout_s: float, now: float) -> None:
-        """Start at `now`. `timeout_s` limits the silence of a peer with regular heartbeats."""
+        """Start at `now`.
+
+        The silence limit is `timeout_s` while heartbeats are regular, and at most MAX_PATIENCE times that.
+        """
         self._timeout_s = timeout_s
         self._last_s = now
         self._gaps_s: deque[float] = deque(maxlen=NUM_GAPS)
@@ -63,12 +66,12 @@ class FailureDetector:
 
     @property
     def limit_s(self) -> float:
-        """Return the silence after which the peer is suspected."""
+        """Return the seconds of silence after which the peer is suspected."""
         learnt_s = MAX_GROWTH * self.longest_gap_s
         return min(max(self._timeout_s, learnt_s), MAX_PATIENCE * self._timeout_s)
 
     def why_suspected(self, now: float) -> str | None:
-        """Return why the peer counts as lost, in words; None if it does not."""
+        """Return, in words, why the peer counts as lost at `now`; None if it does not."""
         silent_s, limit_s = now - self._last_s, self.limit_s
         if silent_s <= limit_s:
             return None

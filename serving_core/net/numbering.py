@@ -17,14 +17,14 @@ class _Message(Protocol):
 
 
 class Numbering:
-    """One side's numbers of one stream: from 1, in each direction."""
+    """Number the messages of one stream, at one end: from 1, in each direction."""
 
     def __init__(self) -> None:
         self._num_sent = 0
         self._num_received = 0
 
     def stamp(self, message: _Message) -> None:
-        """Number the next message to send."""
+        """Set the number of the next message to send."""
         self._num_sent += 1
         message.number = self._num_sent
 

@@ -29,12 +29,12 @@ _NOT_OURS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def before_port(host: str) -> str:
-    """Return a host in the form before a port: an IPv6 address in brackets."""
+    """Return a host in the form that stands before `:PORT`: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def listened_on(host: str) -> str:
-    """Return a host in the form for sockets, without brackets.
+    """Return a host in the form that sockets take to listen on: without brackets.
 
     `::` stands for every address of this machine, IPv4 included, or IPv4 alone where the kernel lacks IPv6.
     """
@@ -101,9 +101,10 @@ def _why(error: OSError, port: Port, earlier: Sequence[Port]) -> str:
 
 
 def listening_sockets(host: str, port: int, *, shares_port: bool, backlog: int) -> list[socket.socket]:
-    """Return sockets that listen on every address of the host, all at one port; 0 takes a free one.
+    """Return sockets that listen on every address of the host, all at one port; port 0 takes a free one.
 
-    With `shares_port`, other processes of this user may share the port if they set it too. Raises SettingsError.
+    `backlog` is the number of connections that may wait to be accepted. With `shares_port`, other processes of this
+    user may share the port if they set it too. Raises SettingsError.
     """
     found: list[socket.socket] = []
     for family, (address, *others) in _addresses(Port("", host, port)):
@@ -130,7 +131,7 @@ class SharedPort:
     """
 
     def __init__(self, port: Port) -> None:
-        """Lock the port; 0 takes a free one. Raises SettingsError."""
+        """Lock the port, without listening; port 0 takes a free one. Raises SettingsError if it is in use."""
         family, address = _addresses(port)[0]
         self._sockets: list[socket.socket] = [socket.socket(family)]
         holder = self._sockets[0]
@@ -167,7 +168,10 @@ def _lock(number: int) -> socket.socket:
 
 
 def check_exposure(host: str, secret_name: str, secret: str) -> None:
-    """Raise SettingsError for an address off loopback that no secret protects."""
+    """Raise SettingsError if `host` is not a loopback address and `secret` is empty.
+
+    `secret_name` is the name of its setting, for the message.
+    """
     if not secret and not is_loopback(host):
         raise SettingsError(
             f"{host} is not a loopback address: serving there needs a secret, SPLITSERVE_{secret_name.upper()}"
@@ -207,12 +211,13 @@ def fits(path: Path) -> bool:
 
 
 class SocketFolder:
-    """A private folder, locked while its process lives. It is locked before it gets its name, so that no process takes
-    it for an abandoned one. As a context manager, it exists within the context.
+    """A private folder for sockets, locked while its process lives. As a context manager, it exists within the context.
+
+    It is locked before it gets its name, so that no process takes it for an abandoned one.
     """
 
     def __init__(self) -> None:
-        """Choose the path. Raises SettingsError if no folder for temporary files is writable."""
+        """Choose the path; nothing is created. Raises SettingsError if no folder for temporary files is writable."""
         try:
             self._root = Path(tempfile.gettempdir())
         except FileNotFoundError as error:
@@ -223,7 +228,7 @@ class SocketFolder:
         self._lock: int | None = None
 
     def make(self) -> None:
-        """Create the folder, and remove abandoned ones."""
+        """Create the folder, readable by this user alone, and remove abandoned ones of killed processes."""
         _sweep(self._root)
         nameless = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=self._root))
         self._lock = os.open(nameless, os.O_RDONLY | os.O_DIRECTORY)

@@ -28,9 +28,7 @@ class TlsError(SettingsError):
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files, empty for none: a certificate chain, its private key, and the CAs that verify the peer's
-    certificate.
-    """
+    """Hold the paths of PEM files, empty for none: certificate chain, private key, and CAs that verify the peer."""
 
     cert: str = ""
     key: str = ""
@@ -51,8 +49,10 @@ class Pems:
 
 
 def read_tls(files: TlsFiles) -> Pems:
-    """Read the files. Raises TlsError, which names the file, if it cannot be read, has other content or is not valid
-    today, or if the key does not match the certificate.
+    """Read and check the files.
+
+    Raises TlsError, which names the file, if it cannot be read, has other content or is not valid today, if the key
+    does not match the certificate, or if one of the two is missing.
     """
     if bool(files.cert) != bool(files.key):
         raise TlsError(f"{CERT} and {KEY} belong together: {KEY if files.cert else CERT} is missing")
@@ -67,7 +67,10 @@ def read_tls(files: TlsFiles) -> Pems:
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return the context of an HTTP client. Without a CA, the system's CAs apply. Raises TlsError."""
+    """Return the TLS context of an HTTP client. Without a CA, the system's CAs apply.
+
+    Raises TlsError as `read_tls` does.
+    """
     read_tls(files)
     context = ssl.create_default_context(cafile=files.ca or None)
     if files.cert:
@@ -76,7 +79,10 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def hosts_of(files: TlsFiles) -> list[str]:
-    """Return the hosts that the certificate is for: names, then addresses. Raises TlsError."""
+    """Return the hosts that the certificate is for: names, then addresses; empty if it names none.
+
+    Requires a certificate. Raises TlsError as `read_tls` does.
+    """
     from cryptography import x509
 
     pems = read_tls(files)
@@ -90,7 +96,10 @@ def hosts_of(files: TlsFiles) -> list[str]:
 
 
 def check_purpose(files: TlsFiles, purpose: str) -> None:
-    """Raise TlsError if the certificate restricts its purposes and omits this one, SERVER or CLIENT."""
+    """Raise TlsError if the certificate restricts its purposes and omits this one, SERVER or CLIENT.
+
+    Does nothing without a certificate.
+    """
     pems = read_tls(files)
     if pems.cert is None:
         return
@@ -176,7 +185,10 @@ class TlsSettings:
 
 
 def check_open(what: str, host: str, tls: TlsSettings) -> None:
-    """Raise SettingsError if a process that uses TLS would expose `what` without TLS to other machines."""
+    """Raise SettingsError if a process that uses TLS would open `what` to other machines, at `host`, without TLS.
+
+    --trusted-network allows it.
+    """
     if (tls.tls_cert or tls.tls_ca) and not tls.trusted_network and not is_loopback(host):
         raise SettingsError(
             f"{what} is neither authenticated nor encrypted, and {host} is not a loopback address: "

@@ -38,19 +38,20 @@ class BlockLease:
 
     @property
     def block_ids(self) -> list[int]:
-        """Return the block table; `grow` extends it in place. Callers must not change it."""
+        """Return the block table, which `grow` extends in place. Callers must not change it."""
         assert not self._released, "a released lease was used"
         return self._block_ids
 
     def grow(self, num_blocks: int) -> None:
-        """Append blocks to the table, all or none. Raises OutOfBlocks."""
+        """Append `num_blocks` free blocks to the table, all or none. Raises OutOfBlocks."""
         assert not self._released, "a released lease was used"
         self._block_ids.extend(self._allocator._take(num_blocks))
 
     def publish(self, names: Sequence[bytes]) -> None:
         """Publish the first len(names) blocks that are not private, full and final, under these block hashes.
 
-        A hash that another block already has stays with that block. Hashes of earlier calls are not examined again.
+        Later leases then find them. A hash that another block already has stays with that block. Hashes of earlier
+        calls are not examined again.
         """
         assert not self._released, "a released lease was used"
         first = self.num_private
@@ -74,14 +75,14 @@ class BlockLease:
         return published
 
     def shed(self, num_blocks: int) -> None:
-        """Release the leading blocks, none of which was ever published."""
+        """Free the leading `num_blocks` blocks, none of which was ever published (asserted)."""
         assert not self._released, "a released lease was used"
         assert not self.num_published, "a published block was shed"
         self._allocator._put_back(self._block_ids[:num_blocks])
         del self._block_ids[:num_blocks]
 
     def trim(self, num_blocks: int) -> None:
-        """Release the last blocks, none of which was ever published."""
+        """Free the last `num_blocks` blocks, none of which was ever published (asserted)."""
         assert not self._released, "a released lease was used"
         num_left = len(self._block_ids) - num_blocks
         assert num_left >= self.num_private + self.num_published, "a published block was trimmed"
@@ -89,14 +90,14 @@ class BlockLease:
         del self._block_ids[num_left:]
 
     def release(self) -> None:
-        """Release every block."""
+        """End the lease. Published blocks that no other lease has stay cached; the others become free."""
         assert not self._released, "a lease was released twice"
         self._released = True
         self._allocator._give_back(self)
 
 
 class BlockAllocator:
-    """The blocks of one node's KV pool.
+    """Lease, publish and evict the blocks of one node's KV pool.
 
     Free blocks are leased lowest id first, so that tables tend to be contiguous; when none is free, the least recently
     used cached blocks are evicted. Without `caching` no block ever has a hash.
@@ -119,7 +120,7 @@ class BlockAllocator:
 
     @property
     def blocks_by_name(self) -> Mapping[bytes, int]:
-        """Return the block of every hash, leased or cached, as a live view."""
+        """Return the block of every published hash, leased or cached, as a live view."""
         return MappingProxyType(self._block_of)
 
     @property
@@ -133,25 +134,26 @@ class BlockAllocator:
         return len(self._cached)
 
     def num_held(self, names: Sequence[bytes]) -> int:
-        """Return how many of the leading hashes have a block, leased or cached."""
+        """Return how many of the leading hashes of `names` have a block, leased or cached."""
         return next((index for index, name in enumerate(names) if name not in self._block_of), len(names))
 
     def num_needed(self, num_blocks: int, names: Sequence[bytes]) -> int:
-        """Return by how much `allocate` with the same arguments would lower num_free. `allocate` succeeds if num_free
-        is at least this.
+        """Return by how much `allocate` with the same arguments would lower num_free.
+
+        `allocate` succeeds if num_free is at least this.
         """
         held = (self._block_of[name] for name in names[: self.num_held(names)])
         return num_blocks - sum(self._num_leases[block] > 0 for block in held)
 
     def num_leaked(self, leases: Iterable[BlockLease]) -> int:
-        """Return the number of leased blocks outside `leases`: 0 if these are all existing leases."""
+        """Return the number of leases' blocks outside `leases`: 0 if these are all existing leases."""
         known = {id(lease) for lease in leases}
         return sum(len(lease._block_ids) for key, lease in self._leases.items() if key not in known)
 
     # ---- leases ----
 
     def allocate(self, num_blocks: int, names: Sequence[bytes] = (), num_private: int = 0) -> BlockLease:
-        """Lease num_blocks blocks, all or none. Raises OutOfBlocks.
+        """Lease `num_blocks` blocks, all or none. Raises OutOfBlocks.
 
         Behind `num_private` blocks come those of the leading hashes, as many as exist (the lease's num_cached); they
         keep their KV and may be in other leases too. The other blocks are in no other lease and hold no valid data.
@@ -233,7 +235,7 @@ class BlockAllocator:
                 self._changes.stored(name)
 
     def take_names(self) -> list[bytes]:
-        """Return all hashes, for a receiver that knows none yet. `take_changes` counts from here."""
+        """Return all published hashes, for a receiver that knows none yet. `take_changes` counts from here."""
         self._changes.take()
         return list(self._block_of)
 
@@ -245,7 +247,7 @@ class BlockAllocator:
         return self._changes.take()
 
     def check_integrity(self) -> None:
-        """Recount everything: each block is free, cached or leased, and only hashed blocks are shared."""
+        """Assert that each block is free, cached or leased, that only hashed blocks are shared, and all counts."""
         leases = Counter(block for lease in self._leases.values() for block in lease._block_ids)
         owned = [*self._free, *self._cached, *leases]
         assert sorted(owned) == list(range(self.num_blocks)), "a block is lost or owned twice"

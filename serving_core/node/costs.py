@@ -28,10 +28,10 @@ class _Prefilled(NamedTuple):
 
 
 class StepRates:
-    """Rates over recent steps; the last 64 steps of each kind count."""
+    """Measure rates over recent steps; the last 64 steps of each kind count."""
 
     def __init__(self, start_tokens_per_s: float = 0.0) -> None:
-        """Start with prompt tokens/s measured before the first step; 0: unknown."""
+        """Start without steps, with a rate in prompt tokens/s that was measured before the first step; 0: unknown."""
         self._decoded: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT)  # requests, seconds
         self._prefilled: deque[_Prefilled] = deque(maxlen=NUM_RECENT)
         self._lone_s: deque[float] = deque(maxlen=NUM_RECENT)  # of steps that decoded one request
@@ -40,7 +40,7 @@ class StepRates:
             self._prefilled.append(_Prefilled(START_TOKENS, 0, START_TOKENS / start_tokens_per_s))
 
     def add(self, num_prompt_tokens: int, num_decoding: int, step_s: float) -> None:
-        """Add a step that computed num_prompt_tokens prompt tokens and decoded one token for num_decoding requests."""
+        """Add a step of `step_s` seconds that computed prompt tokens, and one token each of `num_decoding` requests."""
         if num_prompt_tokens:
             prefilled = self._prefilled if num_prompt_tokens >= MIN_TELLING_TOKENS else self._small
             prefilled.append(_Prefilled(num_prompt_tokens, num_decoding, step_s))
@@ -67,8 +67,8 @@ class StepRates:
     def prefill_tokens_per_s(self) -> float:
         """Return the prompt tokens/s of steps that only prefill; 0: unknown.
 
-        The median over the recent steps, weighted by their prompt tokens. Steps of fewer than 16 tokens count only
-        while there are no others.
+        This is the median over the recent steps, weighted by their prompt tokens. Steps of fewer than 16 tokens count
+        only while there are no others.
         """
         return self._rate(self._prefilled) or self._rate(self._small)
 
@@ -121,8 +121,10 @@ FAR: Final = 4.0  # times the most of any step: beyond that, the estimate is a g
 
 @dataclass(slots=True)
 class StepLoad:
-    """The load of a step: one token each of num_sequences sequences, with num_cached tokens before them in total, and
-    prefill chunks with the given tokens and pairs of a token and one before it.
+    """Describe the load of a step: sequences that decode one token each, and prefill chunks.
+
+    `num_cached` counts the tokens before those of the sequences, in all. `num_pairs` counts the pairs of a token of a
+    chunk and one before it.
     """
 
     num_sequences: int = 0
@@ -131,7 +133,7 @@ class StepLoad:
     num_pairs: float = 0.0
 
     def add_chunk(self, start: int, num_tokens: int) -> None:
-        """Add a prefill chunk of num_tokens tokens behind `start` tokens."""
+        """Add a prefill chunk of `num_tokens` tokens of a prompt whose first `start` tokens are computed."""
         self.num_prompt_tokens += num_tokens
         self.num_pairs += num_pairs(start, num_tokens)
 
@@ -159,15 +161,16 @@ class StepWeights(NamedTuple):
     several_s: float = 0.0
 
     def of_step(self, load: StepLoad) -> float:
-        """Return the seconds of a step with this load."""
+        """Return the seconds that a step with this load takes."""
         seconds = self.step_s + self.answer_s * load.num_sequences + self.cached_s * load.num_cached
         if load.num_prompt_tokens:
             seconds = seconds + self.chunks_s + self.token_s * load.num_prompt_tokens + self.pair_s * load.num_pairs
         return seconds + self.several_s if load.num_sequences > 1 else seconds
 
     def num_sequences_within(self, seconds: float, num_cached: float) -> float:
-        """Return the most sequences, each with num_cached tokens before it, whose step takes at most `seconds`; inf if
-        any number does.
+        """Return the most sequences whose decode step takes at most `seconds`; inf if any number does.
+
+        Each sequence has `num_cached` tokens before it.
         """
         each_s, left_s = self.answer_s + num_cached * self.cached_s, seconds - self.step_s
         if left_s < 2 * each_s + self.several_s:
@@ -175,25 +178,26 @@ class StepWeights(NamedTuple):
         return (left_s - self.several_s) // each_s if each_s > 0 and left_s < inf else inf
 
     def of_chunk(self, start: int, num_tokens: int, *, is_first: bool) -> float:
-        """Return the seconds that a chunk of `num_tokens` after `start` prompt tokens adds to a step.
+        """Return the seconds that a chunk of `num_tokens` tokens, behind `start` tokens of its prompt, adds to a step.
 
         `is_first`: no other chunk is in the step yet, so `chunks_s` is added.
         """
         return is_first * self.chunks_s + num_tokens * self.token_s + num_pairs(start, num_tokens) * self.pair_s
 
     def of_prompt(self, start: int, num_tokens: int, most_tokens: int, bare_s: float) -> float:
-        """Return the seconds of all steps that prefill these tokens, at most most_tokens in a step; each step without
-        prefill takes bare_s.
+        """Return the seconds of all steps that prefill `num_tokens` tokens behind `start`, at most `most_tokens` each.
+
+        A step without prefill takes `bare_s` seconds.
         """
         num_steps = ceil(num_tokens / most_tokens)
         return num_steps * (bare_s + self.chunks_s) + self.of_chunk(start, num_tokens, is_first=False)
 
 
 class StepCosts:
-    """A step cost model that learns from steps. Adding a step is cheap: the fit is computed on request."""
+    """Learn a model of a step's duration from steps. Adding a step is cheap: the fit is computed on request."""
 
     def __init__(self, start_tokens_per_s: float = 0.0) -> None:
-        """Start with prompt tokens/s measured before the first step; 0: unknown."""
+        """Start without steps, with a rate in prompt tokens/s that was measured before the first step; 0: unknown."""
         self._believed = [0.0] * NUM_WEIGHTS
         self._believed[4] = 1 / start_tokens_per_s if start_tokens_per_s > 0 else 0.0
         self._new: deque[tuple[StepLoad, float]] = deque(maxlen=MEMORY)
@@ -204,13 +208,13 @@ class StepCosts:
         self._weights = StepWeights(*self._believed)
 
     def add(self, load: StepLoad, step_s: float) -> None:
-        """Add a step's load and duration. The caller must not change the load afterwards."""
+        """Add a step's load and its duration in seconds. The caller must not change the load afterwards."""
         if step_s > 0:
             self._new.append((load, step_s))
 
     @property
     def weights(self) -> StepWeights:
-        """Return the weights that fit the steps added until now."""
+        """Return the weights that fit the steps added until now; computed anew if steps were added."""
         if self._new:
             while self._new:
                 load, step_s = self._new.popleft()
@@ -223,17 +227,23 @@ class StepCosts:
         return self.weights.of_step(load)
 
     def expected_s(self, load: StepLoad) -> float:
-        """Return the expected seconds of a step with this load; inf if a factor far exceeds that of every step."""
+        """Return the expected seconds of a step with this load; inf if the load far exceeds that of every step."""
         weights = self.weights  # adds pending steps
         is_known = all(figure <= FAR * most for figure, most in zip(load.figures, self._most, strict=True))
         return weights.of_step(load) if is_known else inf
 
     def chunk_s(self, start: int, num_tokens: int, *, is_first: bool) -> float:
-        """Return the seconds that a chunk adds to a step. `is_first`: the step has no other chunk."""
+        """Return the seconds that a chunk of `num_tokens`, behind `start` tokens of its prompt, adds to a step.
+
+        `is_first`: the step has no other chunk.
+        """
         return self.weights.of_chunk(start, num_tokens, is_first=is_first)
 
     def num_tokens_within(self, seconds: float, start: int, *, is_first: bool) -> float:
-        """Return the longest chunk that adds at most `seconds` to a step; inf if any length does."""
+        """Return the longest chunk, in tokens, that adds at most `seconds` to a step; inf if any length does.
+
+        The chunk is behind `start` tokens of its prompt. `is_first`: the step has no other chunk.
+        """
         *_, once_s, token_s, pair_s, _ = self.weights
         left_s, each_s = seconds - is_first * once_s, token_s + start * pair_s
         if not 0 < left_s < inf:
@@ -243,8 +253,9 @@ class StepCosts:
 
     @property
     def num_tokens_worth_it(self) -> float:
-        """Return the length of a first chunk at which its tokens take as long as its fixed cost; inf if tokens cost
-        nothing.
+        """Return the length, in tokens, of a step's first chunk at which its tokens take as long as its fixed cost.
+
+        inf if tokens cost nothing.
         """
         *_, once_s, token_s, _, _ = self.weights
         return once_s / token_s if token_s > 0 else inf

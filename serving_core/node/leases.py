@@ -30,9 +30,7 @@ MIN_CHECKPOINT_TOKENS: Final = 64  # that a checkpoint saves
 
 
 class PrefixFetch(NamedTuple):
-    """Blocks of a remote prefix fetch: the first ones are in the pool, the others are still to come from another
-    node.
-    """
+    """Blocks of a remote prefix fetch: the first ones are in the pool, the others are still to come."""
 
     lease: BlockLease
     names: list[bytes]  # block hashes of the first blocks
@@ -40,13 +38,15 @@ class PrefixFetch(NamedTuple):
 
 
 class Leases:
-    """Takes, grows, publishes and gives back the leases of requests on one pool."""
+    """Take, grow, publish and give back the leases of requests on one pool."""
 
     def __init__(
         self, allocator: BlockAllocator, layout: KVLayout, numerics: bytes, *, is_batch_invariant: bool
     ) -> None:
-        """Manage the leases of one allocator. `numerics` is the node's (serving_core/node/prefix.py);
-        `is_batch_invariant` tells whether prefill chunks and decode steps give the same bits.
+        """Manage the leases of one allocator, whose blocks have this layout.
+
+        `numerics` is the node's (serving_core/node/prefix.py); `is_batch_invariant` tells whether prefill chunks and
+        decode steps give the same bits.
         """
         self._allocator = allocator
         self._layout = layout
@@ -62,8 +62,9 @@ class Leases:
 
     @property
     def numerics_ids(self) -> list[bytes]:
-        """Return the numerics ids of all blocks that the pool may hold, in search order: this node's, then those of
-        nodes that sent blocks, then MIXED_NUMERICS.
+        """Return the numerics ids of all blocks that the pool may hold, in search order.
+
+        These are this node's own, then those of nodes that sent blocks, then MIXED_NUMERICS.
         """
         return self._numerics_ids
 
@@ -79,7 +80,7 @@ class Leases:
 
     @property
     def block_size(self) -> int:
-        """Return the tokens of one block."""
+        """Return the number of tokens in one block."""
         return self._layout.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -91,9 +92,9 @@ class Leases:
         return self._num_needed(self.blocks_for(num_tokens), names, self._state_names(names))
 
     def take(self, node_request: NodeRequest, num_tokens: int, *, num_cacheable: int, num_spare: int) -> bool:
-        """Lease blocks for num_tokens tokens if at least num_spare blocks stay free; return whether it did.
+        """Lease blocks for `num_tokens` tokens of a request if `num_spare` blocks stay free; return whether it did.
 
-        Cached blocks of the leading num_cacheable tokens are shared, and their tokens count as computed.
+        Cached blocks of the leading `num_cacheable` tokens are shared, and their tokens count as computed.
         """
         names, numerics_ids = self._find(node_request, num_cacheable)
         num_blocks, states = self.blocks_for(num_tokens), self._state_names(names)
@@ -112,11 +113,11 @@ class Leases:
         return True
 
     def num_missing(self, node_request: NodeRequest, num_tokens: int) -> int:
-        """Return how many blocks the lease lacks for num_tokens tokens in all."""
+        """Return how many blocks the request lacks for `num_tokens` tokens; blocks on KV holders are not lacking."""
         return max(0, self._layout.num_blocks_for(num_tokens) - self._num_held(node_request))
 
     def num_tokens_held(self, node_request: NodeRequest) -> int:
-        """Return how many tokens the request has blocks for, on this node and in remote KV."""
+        """Return how many tokens the request has blocks for, on this node and on KV holders."""
         return (self._num_held(node_request) - self.num_state_blocks) * self._layout.block_size
 
     def _num_held(self, node_request: NodeRequest) -> int:
@@ -125,14 +126,14 @@ class Leases:
         return len(lease.block_ids) if distributed is None else distributed.num_remote_blocks + len(lease.block_ids)
 
     def shed(self, node_request: NodeRequest, num_blocks: int) -> None:
-        """Release the leading blocks, which remote KV now holds."""
+        """Free the leading `num_blocks` blocks of a request, whose KV KV holders now have (distributed KV)."""
         assert node_request.lease is not None
         assert node_request.distributed is not None
         node_request.lease.shed(num_blocks)
         node_request.distributed.num_remote_blocks += num_blocks
 
     def trim(self, node_request: NodeRequest, num_blocks: int) -> None:
-        """Release the last `num_blocks` blocks of a request, none of which was published (asserted).
+        """Free the last `num_blocks` blocks of a request, none of which was published (asserted).
 
         Tokens without a block no longer count as computed.
         """
@@ -141,12 +142,15 @@ class Leases:
         node_request.num_computed = min(node_request.num_computed, self.num_tokens_held(node_request))
 
     def grow(self, node_request: NodeRequest, num_blocks: int) -> None:
-        """Add blocks. Raises OutOfBlocks."""
+        """Add `num_blocks` blocks to a request's lease, all or none. Raises OutOfBlocks."""
         assert node_request.lease is not None
         node_request.lease.grow(num_blocks)
 
     def publish_all(self, node_requests: Iterable[NodeRequest]) -> None:
-        """Publish the blocks of these requests. Costs little for a request without a new full block."""
+        """Publish the full blocks of these requests, as `publish` does.
+
+        Costs little for a request without a new full block.
+        """
         block_size = self._layout.block_size
         for node_request in node_requests:
             lease = node_request.lease
@@ -157,10 +161,11 @@ class Leases:
                 self.publish(node_request)
 
     def publish(self, node_request: NodeRequest) -> None:
-        """Publish the blocks that are full of computed KV, so that other requests can share them.
+        """Publish the request's blocks that are full of computed KV, so that other requests can share them.
 
-        Blocks that became full since the last call, and were not passed to `copied`, were computed by this node in the
-        way that the request's state tells. With a fixed state, publishes only behind the tokens of a checkpoint.
+        Blocks that became full since the last call, and were not passed to `copied`, were computed by this node: in
+        prefill chunks or decode steps, by the request's state. With a fixed state, publishes only behind the tokens of a
+        checkpoint. Does nothing without caching, and for distributed KV.
         """
         lease = node_request.lease
         assert lease is not None
@@ -204,10 +209,10 @@ class Leases:
         return tuple(ends)
 
     def copied(self, node_request: NodeRequest, made: Sequence[tuple[bytes, int]]) -> None:
-        """Record that the KV behind the blocks found here has arrived from another node.
+        """Record that the KV of a request's tokens has arrived from another node, behind the blocks found here.
 
-        `made` gives the numerics ids of all blocks on that node, run by run. Copies keep their hashes, unless other
-        blocks precede them here or `made` does not cover them.
+        `made` has the numerics ids of all blocks on that node, as runs (numerics id, number of blocks). Copies keep
+        their hashes, unless other blocks precede them here or `made` does not cover them.
         """
         if not self._allocator.caching or self.num_state_blocks:
             return
@@ -229,7 +234,7 @@ class Leases:
         return numerics_ids if is_alike and self._know(numerics_ids) else [MIXED_NUMERICS] * num_blocks
 
     def numerics_ids_of(self, node_request: NodeRequest) -> list[bytes]:
-        """Return the numerics ids of all blocks with computed KV; none if the blocks have no hashes."""
+        """Return the numerics ids of the request's blocks with computed KV; none if the blocks have no hashes."""
         if self.num_state_blocks:
             return []
         numerics_ids = list(node_request.names.numerics_ids)
@@ -259,18 +264,21 @@ class Leases:
         return True
 
     def final_blocks(self, node_request: NodeRequest) -> list[int]:
-        """Return the leading blocks that no later step writes to; none where they begin with a fixed state."""
+        """Return the request's leading blocks that no later step writes to; none for a model with a fixed state."""
         if node_request.lease is None or self._layout.state_bytes:
             return []
         return node_request.lease.block_ids[: self._full_blocks(node_request.num_computed)]
 
     def filled_blocks(self, node_request: NodeRequest) -> list[int]:
-        """Return the blocks that hold any KV."""
+        """Return the request's blocks that hold any KV."""
         assert node_request.lease is not None
         return node_request.lease.block_ids[: self.blocks_for(node_request.num_computed)]
 
     def give_back(self, node_request: NodeRequest) -> None:
-        """Free the request's blocks, if any; published blocks stay cached."""
+        """Release the request's lease, if any; published blocks stay cached. No token counts as computed afterwards.
+
+        KV on KV holders is given back too.
+        """
         if node_request.lease is not None:
             node_request.lease.release()
             node_request.lease = None
@@ -286,11 +294,11 @@ class Leases:
                 node_request.request.remote_kvs, node_request.request.remote_kv_error = (), ""
 
     def num_cached_tokens(self, node_request: NodeRequest) -> int:
-        """Return the tokens whose KV was cached when the request first got blocks."""
+        """Return the number of tokens whose KV was cached when the request first got blocks."""
         return (node_request.num_found_blocks or 0) * self._layout.block_size
 
     def may_share(self, node_request: NodeRequest, other: NodeRequest) -> bool:
-        """Return whether one request finds what the other publishes of the same tokens."""
+        """Return whether one request finds the blocks that the other publishes for the same tokens."""
         return (
             self._allocator.caching
             and not self.num_state_blocks  # whether a checkpoint will be where they diverge is not known
@@ -299,29 +307,32 @@ class Leases:
         )
 
     def blocks_found(self, node_request: NodeRequest, num_cacheable: int) -> list[int]:
-        """Return the full blocks of the leading num_cacheable tokens that the pool holds."""
+        """Return the full blocks of the request's leading `num_cacheable` tokens that the pool holds."""
         return [self._allocator.blocks_by_name[name] for name in self._find(node_request, num_cacheable)[0]]
 
     def num_held_tokens(self, node_request: NodeRequest, num_cacheable: int) -> int:
-        """Return how many of the leading num_cacheable tokens lie in full blocks that the pool holds."""
+        """Return how many of the request's leading `num_cacheable` tokens lie in full blocks that the pool holds."""
         return len(self._find(node_request, num_cacheable)[0]) * self._layout.block_size
 
     def names_in(
         self, names: BlockNames, token_ids: Sequence[int], num_tokens: int, is_held: Callable[[bytes], bool]
     ) -> list[bytes]:
-        """Return the hashes of the leading full blocks of num_tokens of these tokens for which `is_held` is true."""
+        """Return the hashes of the leading full blocks of the first `num_tokens` tokens for which `is_held` is true.
+
+        `names` computes the hashes.
+        """
         return names.find(token_ids, self._full_blocks(num_tokens), self._numerics_ids, is_held)[0]
 
     def send_prefix(self, names: BlockNames, token_ids: Sequence[int]) -> tuple[BlockLease, list[bytes]]:
-        """Lease the leading full blocks of these tokens that the pool has, for a remote prefix fetch; return the lease
-        and their numerics ids.
+        """Lease the leading full blocks of these tokens that the pool has, to send them in a remote prefix fetch.
+
+        `names` computes the hashes. Returns the lease and the blocks' numerics ids.
         """
         found, numerics_ids = self._find_named(names, token_ids, len(token_ids))
         return self._allocator.allocate(len(found), found), numerics_ids
 
     def begin_prefix_fetch(self, node_request: NodeRequest, num_tokens: int) -> PrefixFetch:
-        """Lease blocks for the leading full blocks of num_tokens tokens: the cached ones, and empty ones for a remote
-        prefix fetch.
+        """Lease blocks for the leading full blocks of `num_tokens` tokens: the cached ones, and empty ones for a fetch.
 
         Raises OutOfBlocks.
         """
@@ -331,9 +342,9 @@ class Leases:
     def lent(
         self, node_request: NodeRequest, prefix_fetch: PrefixFetch, num_blocks: int, made: Sequence[tuple[bytes, int]]
     ) -> None:
-        """Record that num_blocks leading blocks of a remote prefix fetch have arrived; `made` is as for `copied`.
+        """Record that the leading `num_blocks` blocks of a remote prefix fetch have arrived, and publish them.
 
-        The prompt then finds them in the pool, unless it has begun without them.
+        `made` is as for `copied`. The prompt then finds them in the pool, unless it has begun without them.
         """
         names = node_request.names.of_others()
         names.begin(list(prefix_fetch.names), list(prefix_fetch.numerics_ids))

@@ -26,25 +26,25 @@ TIED_HEAD: Final = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Memory of all ranks of one node together: the least for the weights, and that of the full pool."""
+    """Hold the memory that all ranks of one node need together: at least for the weights, and for the whole pool."""
 
     weight_bytes: int
     pool_bytes: int
 
 
 def compute_dtype(settings: EngineSettings, config: ModelConfig) -> str:
-    """Return the dtype to compute in: the requested one, or the model's own."""
+    """Return the dtype to compute in: the one in the settings, or the model's own for auto."""
     return config.dtype if settings.dtype == "auto" else settings.dtype
 
 
 def model_layout(settings: EngineSettings, config: ModelConfig) -> KVLayout:
-    """Return the KV layout of all ranks together."""
+    """Return the KV layout of the whole model, over all ranks, with the block size and dtype of the settings."""
     dtype = compute_dtype(settings, config) if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
     return config.kv_layout(settings.block_size, dtype)
 
 
 def check_settings(settings: EngineSettings, config: ModelConfig, tp_size: int) -> None:
-    """Raise SettingsError if stages of tp_size ranks cannot serve this model with these settings."""
+    """Raise SettingsError if pipeline stages of `tp_size` ranks each cannot serve this model with these settings."""
     check_num_ranks(tp_size, settings.pipeline_parallel_size)
     check_pp_size(config, settings.pipeline_parallel_size)
     limit = config.max_position_embeddings
@@ -67,10 +67,10 @@ def check_settings(settings: EngineSettings, config: ModelConfig, tp_size: int) 
 
 
 def num_blocks_for(settings: EngineSettings, layout: KVLayout, tp_size: int, device_bytes: int = 0) -> int:
-    """Return the blocks in the pool of every rank, given the whole model's layout: as many as fit on the rank with the
-    largest.
+    """Return the number of blocks in the pool of every rank: as many as fit on the rank with the largest blocks.
 
-    `device_bytes` is what a CUDA device has left for a pool without a given size. Raises SettingsError.
+    `layout` is the whole model's. `device_bytes` is what a CUDA device has left for a pool whose size is not set.
+    Raises SettingsError if not even one block fits.
     """
     if settings.num_kv_blocks:
         return settings.num_kv_blocks
@@ -83,7 +83,10 @@ def num_blocks_for(settings: EngineSettings, layout: KVLayout, tp_size: int, dev
 
 
 def check_model(settings: EngineSettings) -> None:
-    """Raise ModelError or SettingsError for problems that can be found without torch, whose import takes a second."""
+    """Raise ModelError or SettingsError for settings and model files with which a node cannot start.
+
+    Finds what can be found without torch, whose import takes a second.
+    """
     if not settings.model:
         raise SettingsError("no model folder was given")
     config = read_model_config(Path(settings.model), settings.model_impl, settings.runner)
@@ -92,7 +95,10 @@ def check_model(settings: EngineSettings) -> None:
 
 
 def needs_of(settings: EngineSettings, config: ModelConfig) -> Needs:
-    """Return what a node with these settings needs. Raises ModelError if the files are incomplete, or SettingsError."""
+    """Return the memory that a node with these settings needs, from the headers of the model's files.
+
+    Raises ModelError if the files are incomplete or broken, and SettingsError if the pool holds no block.
+    """
     tp_size, layout = settings.tensor_parallel_size, model_layout(settings, config)
     rank_layouts = _rank_layouts(settings, layout, tp_size)
     pool_bytes = num_blocks_for(settings, layout, tp_size) * sum(rank.block_bytes for rank in rank_layouts)

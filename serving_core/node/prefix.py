@@ -43,7 +43,7 @@ _LENGTH: Final = struct.Struct("<Q")
 
 
 def root_name(fingerprint: Mapping[str, str], cache_salt: str, adapter: str = "") -> bytes:
-    """Return the root, 32 bytes, that the first block's hash builds on.
+    """Return the root, 32 bytes, that the hash of a request's first block builds on.
 
     Roots are equal only for equal fingerprints, salts and contents of adapters. `adapter` is the name of one in the
     fingerprint; empty for the model alone.
@@ -55,12 +55,12 @@ def root_name(fingerprint: Mapping[str, str], cache_salt: str, adapter: str = ""
 
 
 def numerics_of(facts: Mapping[str, str]) -> bytes:
-    """Return 8 bytes that stand for all facts beside the fingerprint that a node's bits depend on."""
+    """Return 8 bytes that stand for all facts, beside the fingerprint, that the bits of a node's outputs depend on."""
     return _digest(b"", "", facts)[:NUMERICS_BYTES]
 
 
 def child_name(parent: bytes, numerics_id: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash, 32 bytes, of a block of these tokens behind the block (or the root) with hash `parent`."""
+    """Return the hash, 32 bytes, of a block of these tokens behind the block, or the root, whose hash is `parent`."""
     return hashlib.sha256(parent + numerics_id + _packed(len(token_ids)).pack(*token_ids)).digest()
 
 
@@ -75,16 +75,14 @@ def _packed(num_tokens: int) -> struct.Struct:
 
 
 def num_alike(numerics_ids: Sequence[bytes]) -> int:
-    """Return how many leading blocks with these numerics ids have the same bits wherever their hashes occur."""
+    """Return how many leading blocks have the same bits wherever their hashes occur, by their numerics ids."""
     return next(
         (index for index, numerics_id in enumerate(numerics_ids) if not determines_bits(numerics_id)), len(numerics_ids)
     )
 
 
 def determines_bits(numerics_id: bytes) -> bool:
-    """Return whether the hashes of blocks with this numerics id determine their bits, provided that those before them
-    do.
-    """
+    """Return whether the hash of a block with this numerics id determines its bits, given those of earlier blocks."""
     return numerics_id.endswith(EITHER)
 
 
@@ -102,7 +100,7 @@ def _digest(tag: bytes, text: str, facts: Mapping[str, str]) -> bytes:
 
 
 class BlockNames:
-    """The hashes of one request's full blocks, each computed once, and hashes under which they may be found.
+    """Compute the hashes of one request's full blocks, each once, and those under which they may be found.
 
     From call to call token_ids may only grow at their end.
     """
@@ -119,10 +117,10 @@ class BlockNames:
     def find(
         self, token_ids: Sequence[int], num_blocks: int, numerics_ids: Sequence[bytes], is_held: Callable[[bytes], bool]
     ) -> tuple[list[bytes], list[bytes]]:
-        """Return hashes and numerics ids of the leading blocks, at most num_blocks, that are held.
+        """Return the hashes and numerics ids of the leading blocks, at most `num_blocks`, for which `is_held` is true.
 
         A block found in the last search is kept if it is still held; else the first of `numerics_ids` under which a
-        block is held wins.
+        block is held counts.
         """
         names, found = self._found_before(num_blocks, is_held)
         parent = names[-1] if names else self.root
@@ -144,12 +142,12 @@ class BlockNames:
         return BlockNames(self.root, self._block_size)
 
     def begin(self, names: list[bytes], numerics_ids: list[bytes]) -> None:
-        """Set the request's blocks to exactly these, as found."""
+        """Set the request's leading blocks to those with these hashes and numerics ids, and forget all others."""
         self.names, self.numerics_ids, self.begun_by = names, numerics_ids, b""
         self._tried, self._found = {}, ([], [])
 
     def add(self, token_ids: Sequence[int], *numerics_ids: bytes) -> None:
-        """Add the next full blocks, with these numerics ids."""
+        """Append the next full blocks of `token_ids` to the request's blocks, one for each of these numerics ids."""
         names, size = self.names, self._block_size
         name, start = names[-1] if names else self.root, len(names) * size
         for numerics_id in numerics_ids:

@@ -210,7 +210,7 @@ class NodeRequest:
 
     @property
     def is_kept(self) -> bool:
-        """Return whether the request was prefilled for another node, and waits for a running slot of this one."""
+        """Return whether the request was prefilled for another node, and now waits for a running slot of this one."""
         return self.decode_place is DecodePlace.HERE_AFTER_ALL
 
     @property
@@ -279,8 +279,9 @@ class NodeRequest:
 
     @property
     def num_to_compute(self) -> int:
-        """Return the known tokens whose KV is missing here: 1 for a request that decodes. Tokens behind a prompt that
-        another node decodes do not count.
+        """Return the number of known tokens whose KV is missing here: 1 for a request that decodes.
+
+        Tokens behind a prompt that another node decodes do not count.
         """
         is_decoded = self.decode_place is DecodePlace.HERE
         return (len(self.request.token_ids) if is_decoded else self.num_given) - self.num_computed
@@ -298,7 +299,7 @@ class NodeRequest:
 
     @property
     def is_ready(self) -> bool:
-        """Return, for a request that waits for credit or has some, whether another node has, or had, all of its KV."""
+        """Return whether all KV of a request that waits for credit, or has credit, is or was on another node."""
         return self.has_first_token or self.num_ahead > 0
 
     @property
@@ -308,19 +309,19 @@ class NodeRequest:
 
     @property
     def behind(self) -> bytes:
-        """Return the hash of the last block that a migrating request finds here; empty if it finds none."""
+        """Return the hash of the last block that a request migrating here finds in this pool; empty for none."""
         names = self.names.names
         return names[-1] if self.is_arriving and names else b""
 
     @property
     def is_to_share(self) -> bool:
-        """Return whether the request waits only for the KV of another request."""
+        """Return whether the request waits only for the KV of another request, whose blocks it will share."""
         if self.incoming is None or self.incoming.shares_with is None:
             return False
         return self.may_wait_for(self.incoming.shares_with)
 
     def may_wait_for(self, other: "NodeRequest") -> bool:
-        """Return whether the KV of `other` is on its way here, so that this request may wait for it.
+        """Return whether the KV of `other` is on its way here, so that this request may wait to share it.
 
         A prefilled prompt waits only for KV that is prefilled too and arriving. Of two migrating requests, which
         continue meanwhile, one also waits for KV that is about to arrive.
@@ -334,14 +335,17 @@ class NodeRequest:
         return not self.is_ready or (other.is_ready and is_near)
 
     def continues_after(self, work: Work) -> bool:
-        """Return whether the request takes one token of a running step, needs one more, and has all its blocks here."""
+        """Return whether the request gets exactly one token in a running step, needs one more, and has all blocks here.
+
+        `work` is its part of the running step.
+        """
         if self.state is not RequestState.RUNNING or self.distributed is not None or not self.num_in_step:
             return False
         has_more = self.request.num_output_tokens + 1 < self.request.sampling.max_tokens
         return has_more and work.num_tokens == 1 and not work.draft_tokens
 
     def work(self, num_tokens: int) -> Work:
-        """Return the request's part of a step that computes num_tokens more tokens."""
+        """Return the request's part of a step that computes its next `num_tokens` tokens. It must have blocks."""
         assert self.lease is not None
         block_ids = self.lease.block_ids
         if self.distributed is not None:  # the entries in place of remote blocks are not read
@@ -351,13 +355,13 @@ class NodeRequest:
 
 
 def incoming_of(node_request: NodeRequest) -> Incoming:
-    """Return the data of a request in WAITING_FOR_BLOCKS or RECEIVING_KV."""
+    """Return the data of a request in WAITING_FOR_BLOCKS or RECEIVING_KV. It must be in one of them (asserted)."""
     assert node_request.incoming is not None
     return node_request.incoming
 
 
 def outgoing_of(node_request: NodeRequest) -> Outgoing:
-    """Return the data of a request whose KV goes to another node."""
+    """Return the data of a request whose KV goes to another node. It must have such data (asserted)."""
     assert node_request.outgoing is not None
     return node_request.outgoing
 
@@ -388,7 +392,7 @@ def _decode_here(node_request: NodeRequest) -> None:
 
 
 def drop_outgoing(node_request: NodeRequest) -> None:
-    """Forget the KV that went to another node, unless a rank still reads it."""
+    """Forget that KV of the request went to another node, unless a rank still reads the blocks."""
     if not node_request.is_sending:
         node_request.outgoing = None
 
@@ -449,7 +453,10 @@ class NodeRequests:
         self._by_state[node_request.state].remove(node_request)
 
     def apply(self, node_request: NodeRequest, event: RequestEvent) -> None:
-        """Take a request to the state that follows. Raises KeyError for an event that its state does not have."""
+        """Take a request to the state that follows from an event, and change its data with it.
+
+        Raises KeyError if the request's state does not have the event.
+        """
         state, change = TRANSITIONS[node_request.state, event]
         self._by_state[node_request.state].remove(node_request)
         node_request.state = state
@@ -460,7 +467,7 @@ class NodeRequests:
         return self._by_key.get((attempt.request_id, attempt.epoch))
 
     def of_each(self, works: Sequence[Work]) -> list[NodeRequest]:
-        """Return the request of each of these works."""
+        """Return the request of each of these works, in the same order."""
         return list(map(self.of, [work.request for work in works]))
 
     def in_state(self, *states: RequestState) -> Iterator[NodeRequest]:
@@ -472,10 +479,10 @@ class NodeRequests:
         return sum([len(self._by_state[state]) for state in states])
 
     def steady(self, works: Sequence[Work]) -> Sequence[NodeRequest]:
-        """Return the sequences of a decode step if the next step has the same ones, unless one ends or an event comes.
+        """Return the sequences of a decode step whose next step has the same ones, unless one ends or an event comes.
 
-        Returns none if a request waits for prefill, blocks or a running slot, if one is ending or migrating, or if
-        `works` is not one token of each running sequence.
+        `works` is the decode step. Returns none if a request waits for prefill, blocks or a running slot, if one is
+        ending or migrating, or if `works` is not one token of each running sequence.
         """
         running = self._by_state[RequestState.RUNNING]
         if len(works) != len(running) or self.count(RequestState.WAITING, RequestState.PREFILLING):
@@ -489,7 +496,7 @@ class NodeRequests:
         return sequences if goes_on else ()
 
     def check_integrity(self) -> None:
-        """Check that every request is listed under its state, and has the data of its state alone."""
+        """Assert that every request is listed under its state, and has the data of its state alone."""
         for state in RequestState:
             assert self._by_state[state] == [each for each in self._by_age if each.state is state], state
         for each in self._by_age:

@@ -23,8 +23,9 @@ FORGOTTEN: Final = 1 / 32  # fraction by which an estimate moves toward the prob
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Copies to make before these blocks are overwritten: first from host slots to disk slots, each named once, then
-    from each block to its slot.
+    """Copies to make before blocks are overwritten: first from host slots to disk slots, then from blocks to slots.
+
+    Each slot is named once. `block_ids` and `slots` are pairs, in order.
     """
 
     demotions: list[tuple[int, int]]
@@ -33,7 +34,7 @@ class Copies:
 
 
 class TierIndex:
-    """The block hashes in KV offload of one node."""
+    """Index the block hashes that are in KV offload on one node, by the slot of each."""
 
     def __init__(self, num_host: int, num_disk: int) -> None:
         self.num_host: Final = num_host
@@ -58,7 +59,10 @@ class TierIndex:
         return len(in_host), len(on_disk)
 
     def put(self, name: bytes, block_id: int) -> None:
-        """Add the hash of a block that the pool evicts. `take_copies` returns the copies this requires."""
+        """Give the hash of a block that the pool evicts a slot, evicting another hash if necessary.
+
+        `take_copies` returns the copies that this requires. The hash is dropped if no slot can be made free.
+        """
         if name in self._slot_of:
             self._by_use[self._place_of(name)].move_to_end(name)
             return
@@ -70,7 +74,7 @@ class TierIndex:
         self._uncopied[name] = block_id
 
     def take_copies(self) -> Copies | None:
-        """Return the pending copies, if any."""
+        """Return the copies that are to be made now, and forget them; None if there are none."""
         if not self._uncopied and not self._demotions:
             return None
         slots = [self._slot_of[name] for name in self._uncopied]
@@ -80,11 +84,11 @@ class TierIndex:
         return copies
 
     def run(self, names: Sequence[bytes]) -> list[bytes]:
-        """Return the leading hashes that are held here."""
+        """Return the leading hashes of `names` that are in KV offload."""
         return list(takewhile(self._slot_of.__contains__, names))
 
     def pin(self, names: Sequence[bytes]) -> None:
-        """Keep these hashes until `unpin`, and mark them as used."""
+        """Keep these hashes from eviction until `unpin`, and mark them as used."""
         for name in reversed(names):  # a prefix loses its tail before its head
             self._pins[name] += 1
             self._by_use[self._place_of(name)].move_to_end(name)
@@ -98,8 +102,9 @@ class TierIndex:
         return [self._slot_of[name] for name in names]
 
     def forget(self, name: bytes) -> None:
-        """Drop a hash whose slot turned out to be invalid. Does nothing if the hash is gone, or while other loads use
-        it: those find the slot invalid too.
+        """Drop a hash whose slot turned out to be invalid, and free the slot.
+
+        Does nothing if the hash is gone, or while other loads use it: those find the slot invalid too.
         """
         if name in self._slot_of and self._pins[name] <= 1:
             self._free[self._place_of(name)].append(self._leave(name))
@@ -107,7 +112,10 @@ class TierIndex:
             self._changes.removed(name)
 
     def lose(self, slots: Sequence[int]) -> None:
-        """Drop the hashes of slots that could not be written. Pinned hashes stay: their load finds the slot invalid."""
+        """Drop the hashes of these slots, which could not be written.
+
+        Pinned hashes stay: their load finds the slot invalid.
+        """
         for slot in slots:
             name = self._name_in.get(slot)
             if name is not None and not self._pins[name]:
@@ -123,7 +131,7 @@ class TierIndex:
         return self._changes.take()
 
     def check_integrity(self) -> None:
-        """Recount everything: each slot is free or has one hash."""
+        """Assert that each slot is free or has one hash, and that all indices agree."""
         for place, slots in enumerate((range(self.num_host), range(self.num_host, self.num_slots))):
             taken = [self._slot_of[name] for name in self._by_use[place]]
             assert sorted([*taken, *self._free[place]]) == list(slots), "a slot is lost or has two names"
@@ -167,7 +175,7 @@ class TierIndex:
 
 
 class TierRates:
-    """Seconds to load a block from host memory and from disk: measured at the start, then with each load.
+    """Estimate the seconds to load a block from host memory and from disk, measured at the start and with each load.
 
     A too long estimate prevents loads and could never be corrected, so each skipped load moves it toward the initial
     one.
@@ -179,11 +187,11 @@ class TierRates:
         self._each_s = [host_s, disk_s]
 
     def expected_s(self, slots: Sequence[int]) -> float:
-        """Return the expected seconds to load these slots."""
+        """Return the expected seconds to load the blocks of these slots."""
         return sum(self._each_s[slot >= self._num_host] for slot in slots)
 
     def add(self, slots: Sequence[int], read_s: float) -> None:
-        """Record a load's duration."""
+        """Record that a load of these slots took `read_s` seconds."""
         expected_s = self.expected_s(slots)
         if expected_s <= 0 or read_s <= 0:
             return

@@ -17,14 +17,15 @@ READ_BY_ALL = {"HOME", "LANG", "PATH", "TZ"}
 
 
 def bare_environment() -> dict[str, str]:
-    """Return the variables that Python and the C library read: the environment of a helper that must hold no secret,
-    not even in /proc.
+    """Return the environment for a helper process that must hold no secret, not even in /proc.
+
+    It has only the variables that Python and the C library read.
     """
     return {name: value for name, value in os.environ.items() if name in READ_BY_ALL or name.startswith(READ_BY_PYTHON)}
 
 
 def die_with(parent: int) -> bool:
-    """Have Linux kill this process when its parent ends; return whether that is still the expected parent."""
+    """Let Linux kill this process when its parent ends; return whether the process `parent` is still the parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent

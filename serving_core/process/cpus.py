@@ -15,7 +15,8 @@ _SHARE = re.compile(r"(\d{1,4})/(\d{1,4})", re.ASCII)
 
 def parse_cpus(text: str) -> list[int]:
     """Return the CPU numbers of a text such as "0-3,8", ascending; "2/4" is the second quarter of this process's CPUs.
-    Raises SettingsError.
+
+    Raises SettingsError for any other text.
     """
     if share := _SHARE.fullmatch(text.strip()):
         return _share(int(share[1]), int(share[2]))
@@ -33,9 +34,9 @@ def parse_cpus(text: str) -> list[int]:
 
 
 def divide_cpus(cpus: Sequence[int], num_parts: int) -> list[str]:
-    """Divide the CPUs into parts, in the form of --cpus: disjoint and as even as possible.
+    """Divide the CPUs into `num_parts` texts in the form of --cpus: disjoint and as even as possible.
 
-    With fewer CPUs than parts, each part is one CPU, shared by several parts. Empty if the CPUs are unknown.
+    With fewer CPUs than parts, each part is one CPU, shared by several parts. The texts are empty if `cpus` is.
     """
     if not cpus:
         return [""] * num_parts
@@ -55,7 +56,7 @@ def _share(number: int, num_shares: int) -> list[int]:
 
 @contextlib.contextmanager
 def confined(cpus: Collection[int]) -> Iterator[None]:
-    """Restrict this thread to these CPUs within the context, where the system supports it."""
+    """Return a context manager that restricts this thread to these CPUs, where the system supports it."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -68,10 +69,9 @@ def confined(cpus: Collection[int]) -> Iterator[None]:
 
 
 def pin(cpus: str) -> None:
-    """Restrict this process to these CPUs, and torch to as many threads if it is not imported yet; an empty text
-    changes nothing.
+    """Restrict this process to the CPUs of a --cpus text, and torch, if not imported yet, to as many threads.
 
-    Raises SettingsError if a CPU does not exist.
+    An empty text changes nothing. Raises SettingsError if a CPU does not exist, and off Linux.
     """
     if not cpus:
         return

@@ -69,7 +69,7 @@ def is_installed(module: str) -> bool:
 
 
 def needs(*extras: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function to check first that these extras are installed."""
+    """Return a decorator by which a function first checks that these extras are installed, as `require` does."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

@@ -83,10 +83,13 @@ class Rule:
 
 
 class Failpoints:
-    """The rules of one process."""
+    """Hold the rules of one process, and carry them out."""
 
     def __init__(self, text: str, variable: str) -> None:
-        """Parse the rules. Raises SettingsError."""
+        """Parse the rules in `text`, and log them. `variable` is the environment variable that they come from.
+
+        Raises SettingsError for a malformed rule.
+        """
         self._rules: defaultdict[str, list[Rule]] = defaultdict(list)
         for part in filter(None, map(str.strip, text.split(";"))):
             rule = parse_rule(part, variable)
@@ -94,7 +97,10 @@ class Failpoints:
         logger.warning("%s is set: %s", variable, text)
 
     def act(self, point: str, message: Any) -> None:
-        """Run the actions of the rules for this point."""
+        """Carry out the actions of the rules for this point; with a message, for POINT.KIND.
+
+        An action may kill this process, raise FailpointReached or sleep.
+        """
         name = point if message is None else f"{point}.{_kind(message)}"
         for rule in self._rules.get(name, ()):
             number = next(rule.count)
@@ -104,7 +110,10 @@ class Failpoints:
 
 
 def parse_rule(text: str, variable: str) -> Rule:
-    """Parse one rule. Raises SettingsError; `variable` is the source of the text."""
+    """Parse one rule, POINT=ACTION or POINT:N=ACTION.
+
+    Raises SettingsError, which names `variable`, if it is malformed.
+    """
 
     def refuse(why: str) -> NoReturn:
         raise SettingsError(f"{variable} has {text!r}: {why}")

@@ -15,13 +15,16 @@ _act: Callable[[str, Any], None] | None = None
 
 
 def reach(point: str, message: Any = None) -> None:
-    """Mark that the process is at this point; with a message between node and coordinator, at POINT.KIND."""
+    """Mark that the process is at `point`, or at POINT.KIND with a message between node and coordinator.
+
+    Carries out the actions of the failpoints there, if any are armed.
+    """
     if _act is not None:
         _act(point, message)
 
 
 def arm() -> None:
-    """Arm the failpoints that the environment names. Raises SettingsError for unknown words."""
+    """Arm the failpoints that the variable SPLITSERVE_FAILPOINTS names. Raises SettingsError for a malformed rule."""
     global _act, is_armed
     if text := os.environ.get(ENVIRONMENT):
         from serving_core.process.failpoint_actions import Failpoints

@@ -10,7 +10,7 @@ KEPT_BYTES: Final = 128 * 2**20
 
 
 def trim() -> None:
-    """Return freed memory to the system, where the C library supports it, such as after reading a large file."""
+    """Return freed memory to the system, where the C library supports it; useful after reading a large file."""
     if release := getattr(ctypes.CDLL(None), "malloc_trim", None):
         release(0)
 

@@ -14,20 +14,21 @@ INTERRUPTED: Final = 130  # 128 + SIGINT
 
 
 def end_at_once() -> None:
-    """Let Ctrl-C end this process at once, until `raise_again`."""
+    """Let Ctrl-C end this process at once, with exit code 130, until `raise_again`. Does nothing if it is ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
 def raise_again() -> None:
-    """Undo `end_at_once`, if it was called."""
+    """Let Ctrl-C raise KeyboardInterrupt again. Does nothing unless `end_at_once` was called."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def leave_to_system() -> None:
-    """Restore the system's handlers, so that none runs while the interpreter ends, which may take long or hang in a
-    library's threads.
+    """Let Ctrl-C kill this process by the system's own handler, while the interpreter ends.
+
+    That may take long, or hang in a library's threads. Does nothing if Ctrl-C is ignored.
     """
     if signal.getsignal(signal.SIGINT) in (_end, signal.default_int_handler):
         signal.signal(signal.SIGINT, signal.SIG_DFL)

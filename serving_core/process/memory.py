@@ -41,13 +41,16 @@ def resident_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Return the bytes available to this process: the machine's, or what a limit of its cgroups leaves."""
+    """Return the bytes of memory that this process may still use: the machine's, or what its cgroups' limits leave."""
     available: int = psutil.virtual_memory().available
     return min([available, *cgroup_rooms(CGROUP_ROOT, CGROUPS_OF_SELF)])
 
 
 def cgroup_rooms(root: Path, cgroups_of_self: Path) -> Iterator[int]:
-    """Yield the bytes that each memory limit on this process leaves; none without limits, as off Linux."""
+    """Yield the bytes that each memory limit on this process leaves; none without limits, as off Linux.
+
+    `root` is the folder of cgroups, and `cgroups_of_self` the file that lists those of this process.
+    """
     lines = cgroups_of_self.read_text().splitlines() if cgroups_of_self.exists() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)

@@ -36,9 +36,10 @@ def check_folder() -> None:
 
 
 def run_process(role: str, name: str, log: LogSettings, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Configure logging, raise the limit of open files, and run main on an event loop.
+    """Configure logging, raise the limit of open files, arm failpoints, and run `main` on an event loop until it ends.
 
-    At a SettingsError or ModelError, one sentence goes to stderr, and the exit code is 2; other errors pass.
+    `role` and `name` are those of the log lines. At a SettingsError or ModelError, one sentence goes to stderr and the
+    process exits with code 2; other errors pass.
     """
     configure_logging(role, name, log)
     _name_process(name)
@@ -67,7 +68,10 @@ FEWEST: Final = 12  # of a process of a cluster, on two CPUs
 
 
 def check_threads(num_processes: int = 1) -> None:
-    """Raise SettingsError if the system does not allow the threads of num_processes processes of a cluster."""
+    """Raise SettingsError if the system does not allow the threads of `num_processes` processes of a cluster.
+
+    Tries it, by starting that many threads.
+    """
     needed = FEWEST * num_processes
     if (num := num_startable(needed)) < needed:
         those = "a process needs" if num_processes == 1 else f"{num_processes} processes need"

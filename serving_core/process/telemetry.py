@@ -40,8 +40,9 @@ class LogSettings:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats one JSON object per line. `extra={"request_id": ...}` adds the request, `extra={"fields": {...}}` further
-    keys.
+    """Format a log record as one JSON object.
+
+    `extra={"request_id": ...}` adds the request, `extra={"fields": {...}}` further keys.
     """
 
     def __init__(self, role: str, name: str) -> None:
@@ -54,7 +55,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats one line as `TIME level NAME: event key=value ...`, with the keys of the JSON form."""
+    """Format a log record as `TIME level NAME: event key=value ...`, with the keys of the JSON form."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class TextFormatter(logging.Formatter):
 
 
 def parse_line(line: str) -> tuple[str, str]:
-    """Return the level and the text of a log line; a line of another source has no level and is returned unchanged."""
+    """Return the level and the event of a log line in either format; for any other line, "" and the line itself."""
     try:
         fields = json.loads(line)
         return str(fields["level"]), str(fields["event"])
@@ -77,8 +78,9 @@ def parse_line(line: str) -> tuple[str, str]:
 
 
 def configure_logging(role: str, name: str, settings: LogSettings) -> None:
-    """Send every logger of this process to stderr, with Python's warnings and uncaught exceptions. Only main functions
-    call this.
+    """Send every logger of this process to stderr, with Python's warnings and uncaught exceptions.
+
+    Only main functions call this.
     """
     handler = logging.StreamHandler(sys.stderr)
     is_text = settings.log_format == TEXT or (settings.log_format == AUTO and sys.stderr.isatty())
@@ -102,7 +104,7 @@ def _log_failed(failed: "threading.ExceptHookArgs | sys.UnraisableHookArgs") -> 
 
 
 def about(sequence_id: str, **fields: Any) -> dict[str, Any]:
-    """Return the `extra` of a log line about one sequence of a request, identified by ID/INDEX."""
+    """Return the `extra` of a log line about the sequence with this id, REQUEST_ID/INDEX; `fields` are further keys."""
     request_id, slash, index = sequence_id.rpartition("/")
     return (
         {"request_id": request_id, "fields": {"index": int(index), **fields}} if slash else {"request_id": sequence_id}

@@ -319,7 +319,7 @@ class Loads:
 
 
 def to_chunk(response: inference_pb2.GenerateResponse) -> Chunk:
-    """Return the chunk for one message of the stream; a Complete message becomes a chunk without text."""
+    """Convert one message of the stream; a Complete message becomes a chunk without text."""
     chunk = response.chunk
     return Chunk(
         request_id=response.request_id,
@@ -392,7 +392,9 @@ def attainment_of(message: inference_pb2.Attainment) -> Attainment:
 
 
 def record_of(record_class: type[Record], message: Any, **others: Any) -> Record:
-    """Return the dataclass with the message's fields of the same names; `others` are the fields that need a
-    conversion."""
+    """Return a dataclass with the values of the message's fields of the same names.
+
+    `others` are the values of fields that need a conversion.
+    """
     names = (field.name for field in fields(record_class) if field.name not in others)  # type: ignore[arg-type]
     return record_class(**{name: getattr(message, name) for name in names}, **others)

@@ -76,8 +76,8 @@ def _options(num_channels: int) -> tuple[Option, ...]:
 class AsyncClient:
     """Asynchronous client of one server. Must be created and used within one running event loop.
 
-    `timeout_s` is the default deadline of each call. Calls use `num_channels` connections in turn; each connection
-    stays with one API server process of a server that has several.
+    `timeout_s` is the default deadline of each call, in seconds. Calls use `num_channels` connections in turn; each
+    connection stays with one API server process of a server that has several.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class AsyncClient:
         Requests share cached prefixes only with requests of the same cache_salt. ttft_ms and tpot_ms are the SLO,
         slo_class is an SLO class of the server; the last chunk's completion has the attainment. Among queued requests,
         a lower priority value is prefilled earlier. With `resume`, a stream whose call breaks off continues within
-        deadline_s; without, it raises Unavailable.
+        deadline_s, by default timeout_s; without, it raises Unavailable. Raises ClientError.
         """
         request = generate_request(
             prompt,
@@ -171,7 +171,7 @@ class AsyncClient:
         dimensions: int | None = None,
         normalize: bool | None = None,
     ) -> Embedding:
-        """Return the embedding of a text or of token ids, from an embedding model.
+        """Return the embedding of a text or of token ids, from an embedding model. Raises ClientError.
 
         An input that is too long is refused, or truncated to its first truncate_prompt_tokens tokens (-1: as many as
         fit). dimensions keeps the leading numbers only, for a model trained for it. normalize defaults to the model's
@@ -190,7 +190,7 @@ class AsyncClient:
         return answers.to_embedding(await self._call(self._inference.Embed, request))
 
     async def abort(self, request_ids: str | Sequence[str]) -> Aborted:
-        """Abort live requests by id, also those of other clients."""
+        """Abort live requests by id, also those of other clients; return which were live. Raises ClientError."""
         return answers.to_aborted(await self._call(self._inference.Abort, abort_request(request_ids)))
 
     async def model_info(self) -> ModelInfo:
@@ -205,27 +205,38 @@ class AsyncClient:
         return answers.to_loads(await self._call(self._inference.GetLoads, inference_pb2.GetLoadsRequest()))
 
     async def overview(self, *, after: int | None = None) -> Overview:
-        """Return the server's state. With `after`, include request histories: ended requests numbered above it, and
-        live ones."""
+        """Return the server's state. With `after`, the state has request histories. Raises ClientError.
+
+        These are the live requests, and the ended ones whose number is above `after`.
+        """
         return to_overview(await self._call(self._admin.GetOverview, inference_pb2.GetOverviewRequest(after=after)))
 
     async def set_role(self, node: str, to: str | Shape) -> NodeLoad:
-        """Give a node another role, or any shape, while it serves. Returns when the node has confirmed the change."""
+        """Give a node another role, or any shape, while it serves; return its load once it has confirmed the change.
+
+        Raises ClientError if the change is refused or not confirmed in time.
+        """
         return answers.to_node_load((await self._call(self._admin.SetRole, _set_role_request(node, to))).node)
 
     async def health(self, service: str = READINESS) -> bool:
-        """Return whether the server accepts requests; with LIVENESS, whether it runs."""
+        """Return whether the server accepts requests; with LIVENESS as `service`, whether it runs.
+
+        Raises ClientError if no server answers.
+        """
         return _serving(await self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service)))
 
     def drain(self, node: str, *, deadline_s: float | None = None) -> AsyncGenerator[int]:
-        """Drain a node: yield the number of requests left on it, down to 0.
+        """Drain a node, and yield the number of requests left on it at each change, down to 0. Raises ClientError.
 
-        The node continues to drain when the loop is left.
+        The node continues to drain when the loop is left, or after `deadline_s` seconds.
         """
         return self._stream(self._admin.Drain, inference_pb2.DrainRequest(node=node), _num_left, deadline_s)
 
     async def wait_until_healthy(self, *, deadline_s: float) -> None:
-        """Return when the server accepts requests; it may still be starting. Raises DeadlineExceeded."""
+        """Wait until the server accepts requests; it may not have started yet.
+
+        Raises DeadlineExceeded after `deadline_s` seconds.
+        """
         request = health_pb2.HealthCheckRequest(service=READINESS)
         with _calling(self._target, self._closed):
             call = self._health.Watch(request, timeout=deadline_s, metadata=self._metadata, wait_for_ready=True)

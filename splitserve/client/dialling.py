@@ -28,9 +28,10 @@ class Dialling:
 
     @classmethod
     def of(cls, target: str, tls: TlsFiles, server_name: str = "") -> "Dialling":
-        """Parse a target. https:// or a CA in `tls` selects TLS.
+        """Parse HOST:PORT, with https:// for TLS or http:// for none; a CA in `tls` selects TLS too.
 
-        Raises SettingsError for an invalid address, and TlsError for certificate files without TLS.
+        `server_name` is the name that the certificate must be for; empty: the host. Raises SettingsError for an invalid
+        address, and TlsError for certificate files without TLS.
         """
         if not isinstance(target, str) or not target.removeprefix(SCHEME).removeprefix(WITHOUT_TLS).strip("/ "):
             raise SettingsError(f"a server is HOST:PORT or {SCHEME}HOST:PORT, not {target!r}")
@@ -48,13 +49,13 @@ class Dialling:
         return self.address if self.tls is None else f"{SCHEME}{self.address}"
 
     def channel(self, options: tuple[Option, ...]) -> grpc.Channel:
-        """Return a channel for blocking code. Raises TlsError."""
+        """Return a gRPC channel for blocking code, with these options added. Raises TlsError for an unusable file."""
         if self.tls is None:
             return grpc.insecure_channel(self.address, options=self._completed(options))
         return grpc.secure_channel(self.address, channel_credentials(self.tls), options=self._completed(options))
 
     def aio_channel(self, options: tuple[Option, ...]) -> grpc.aio.Channel:
-        """Return a channel for asyncio. Raises TlsError."""
+        """Return a gRPC channel for asyncio, with these options added. Raises TlsError for an unusable file."""
         if self.tls is None:
             return grpc.aio.insecure_channel(self.address, options=self._completed(options))
         return grpc.aio.secure_channel(self.address, channel_credentials(self.tls), options=self._completed(options))

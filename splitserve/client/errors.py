@@ -30,7 +30,8 @@ class ClientError(SplitServeError):
     """A failed call.
 
     `reason` is one of `serving_core.reasons`, or empty when the server did not answer; `field` is the request's wrong
-    field, or empty; `metadata` has all other details from the server.
+    field, or empty; `retry_after_s` are the seconds to wait before a retry, or None; `metadata` has all other details
+    from the server.
     """
 
     def __init__(
@@ -95,12 +96,12 @@ _CLASSES: dict[grpc.StatusCode, type[ClientError]] = {
 
 
 def bad_argument(message: str, *, field: str) -> Refused:
-    """Return the error for an argument that protobuf cannot represent."""
+    """Return the error for an argument, named `field`, that a protobuf message cannot hold."""
     return Refused(message, code=grpc.StatusCode.INVALID_ARGUMENT, reason=reasons.BAD_PARAM, field=field)
 
 
 def from_rpc_error(error: Any, target: str) -> ClientError:
-    """Return the exception for a failed call to `target`.
+    """Return the exception for a failed call to the server at `target`.
 
     `error` is an instance of grpc.RpcError or grpc.aio.AioRpcError.
     """

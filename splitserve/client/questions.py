@@ -88,7 +88,10 @@ def embed_request(
     dimensions: int | None,
     normalize: bool | None,
 ) -> inference_pb2.EmbedRequest:
-    """Return an EmbedRequest. Raises Refused for a value that protobuf cannot represent."""
+    """Return the EmbedRequest of these values; None leaves a field unset.
+
+    Raises Refused for a value that the message cannot hold.
+    """
     fields = {
         "request_id": request_id,
         "model": model,
@@ -118,9 +121,10 @@ def generate_request(
     priority: int | None = None,
     chat: bool = False,
 ) -> inference_pb2.GenerateRequest:
-    """Return a GenerateRequest.
+    """Return the GenerateRequest of a prompt; None leaves a field unset.
 
-    Raises TypeError for an unknown sampling field, and Refused for a value that protobuf cannot represent.
+    With `chat`, a text is a user message. `sampling` has fields of Sampling. Raises TypeError for an unknown one of
+    them, and Refused for a value that the message cannot hold.
     """
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -145,7 +149,7 @@ def generate_request(
 
 
 def abort_request(request_ids: str | Sequence[str]) -> inference_pb2.AbortRequest:
-    """Return an AbortRequest. Raises Refused for invalid ids."""
+    """Return the AbortRequest for one id or several. Raises Refused for a value that is no id."""
     ids = [request_ids] if isinstance(request_ids, str) else request_ids
     return filled(inference_pb2.AbortRequest(), {"request_ids": ids})
 
@@ -201,9 +205,10 @@ _KINDS: Final = {
 
 
 def filled(message: M, fields: dict[str, Any], names: dict[str, str] | None = None) -> M:
-    """Set these fields of the message and return it; None leaves a field unset.
+    """Set these fields of the message, in place, and return it; None leaves a field unset.
 
-    Raises Refused for a value that protobuf cannot represent; the error names the field as in `names`.
+    Raises Refused for a value that the field cannot hold. Its message names a field by `names`, or else by its own
+    name.
     """
     for field, value in fields.items():
         if value is None:
@@ -219,7 +224,7 @@ def filled(message: M, fields: dict[str, Any], names: dict[str, str] | None = No
 
 
 def refused(name: str, problem: str, value: object) -> Refused:
-    """Return the error for an invalid argument."""
+    """Return the error for an invalid argument: its name, the problem, and the value in at most MAX_SHOWN_CHARS."""
     shown = repr(value)
     if len(shown) > MAX_SHOWN_CHARS:
         shown = shown[: MAX_SHOWN_CHARS - 3] + "..."
@@ -242,7 +247,7 @@ OWN_FIELDS: Final = ("role", "content", "extra_json")
 
 
 def chat_input(messages: Sequence[Message]) -> inference_pb2.ChatInput:
-    """Return the ChatInput of a conversation. Raises Refused, which names the message."""
+    """Return the ChatInput of a conversation in OpenAI's format. Raises Refused, which names the invalid message."""
     return inference_pb2.ChatInput(messages=[_message(f"prompt[{i}]", each) for i, each in enumerate(messages)])
 
 
@@ -289,7 +294,7 @@ def _call(call: Any) -> Any:
 
 
 def as_json(name: str, value: Any) -> str:
-    """Return a value as JSON. Raises Refused when that is not possible."""
+    """Return a value as JSON text. Raises Refused, with `name` as the field, when that is not possible."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:

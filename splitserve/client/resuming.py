@@ -48,11 +48,14 @@ class _Progress:
 
 
 class Course:
-    """Course of one request to the end of its outputs."""
+    """Follow one request over all its calls, to the end of its outputs."""
 
     def __init__(self, request: inference_pb2.GenerateRequest, *, ends_s: float, resumes: bool) -> None:
-        """Create the course. With `resumes`, request id and seed are drawn here: the server's own would be lost with
-        it."""
+        """Start the course of a request, which may make calls until `ends_s`, by the clock of `now` elsewhere.
+
+        With `resumes`, a missing request id and seed are drawn and set in `request`: the server's own would be lost
+        with it.
+        """
         self._request = request
         self._ends_s = ends_s
         self._resumes = resumes
@@ -70,11 +73,11 @@ class Course:
         self._is_going_on = False  # the call resumes, and no message has come yet
 
     def left_s(self, now: float) -> float:
-        """Return the seconds left for further calls."""
+        """Return the seconds that are left at `now` until the deadline."""
         return self._ends_s - now
 
     def question(self, now: float) -> inference_pb2.GenerateRequest:
-        """Return the request of the next call."""
+        """Return the request of the next call: with the outputs so far, if anything has come."""
         request = inference_pb2.GenerateRequest()
         request.CopyFrom(self._request)
         request.call_number = self._num_calls
@@ -84,7 +87,7 @@ class Course:
         return request
 
     def take(self, response: inference_pb2.GenerateResponse, now: float) -> Chunk:
-        """Return the chunk for the next message of a call.
+        """Record a message of a call, and return its chunk.
 
         Raises Unavailable when a message before it was lost, which a later call can repair, and ServerFault when a
         resumed call does not continue at the expected token.
@@ -109,7 +112,7 @@ class Course:
         return replace(chunk, completion=replace(chunk.completion, num_resumes=self._num_resumes))
 
     def check_end(self) -> None:
-        """Check that every output has ended when a call ends. Raises Unavailable when an end was lost."""
+        """Raise Unavailable if a call has ended although an output has not: its end was lost."""
         if self._num_ended < self._num_sequences:
             message = "the stream ended before the answer: a message was lost on the way"
             raise Unavailable(message, code=grpc.StatusCode.UNAVAILABLE)
@@ -119,7 +122,7 @@ class Course:
         return sum(answer.has_ended for answer in self._answers.values())
 
     def pause_after(self, error: ClientError, now: float) -> float | None:
-        """Return the seconds to wait before the next call after an error, or None when every output has ended.
+        """Return the seconds to wait before the next call after this error; None when every output has ended.
 
         Raises the error when there must be no other call.
         """

@@ -24,9 +24,9 @@ Command = Callable[..., None]
 
 
 def sampling_options(default_max_tokens: int) -> Callable[[Command], Command]:
-    """Return a decorator that adds a flag for each field of Sampling.
+    """Return a decorator that adds a flag for each field of Sampling to a command.
 
-    Flags have no default of their own; only the help of --max-tokens names the command's limit.
+    Flags have no default of their own; the help of --max-tokens names `default_max_tokens` as the command's limit.
     """
 
     def add(command: Command) -> Command:
@@ -194,7 +194,7 @@ def chat(server: Server, model_name: str, system: str | None, resume: bool, dead
 
 
 class Asking:
-    """Parameters of all requests of one command.
+    """Hold the sampling parameters of all requests of one command.
 
     Without --max-tokens, the limit is `default_max_tokens`, or the rest of the context if that is less.
     """
@@ -206,7 +206,10 @@ class Asking:
         self._sampling = {**sampling, "max_tokens": self._max_tokens}
 
     def answer(self, ask: Ask) -> Iterator[Chunk]:
-        """Send a request, and once more without the command's own limit when the context has no room for it."""
+        """Call `ask` with the sampling parameters, and yield the chunks.
+
+        If the context has no room for the command's own limit of tokens, calls it once more without this limit.
+        """
         try:
             yield from ask(**self._sampling)
         except Refused as error:
@@ -215,7 +218,7 @@ class Asking:
             yield from ask(**{**self._sampling, "max_tokens": None})
 
     def report_end(self, completion: Completion, beginning: str = "") -> None:
-        """Report why the output stopped, unless the model ended it."""
+        """Print on stderr why the output stopped, after `beginning`, unless the model ended it."""
         if why := why_stopped(completion, self._model, self._max_tokens):
             report(beginning + why)
 
@@ -303,7 +306,7 @@ _COMMAND: Final = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 
 
 class Conversation:
-    """Conversation with its system message."""
+    """Hold the messages of a conversation, its system message included."""
 
     def __init__(self, system: str) -> None:
         self._system = system
@@ -311,20 +314,23 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """All messages, in the form that the server takes."""
+        """Return all messages, in the form that the server takes, the system message first."""
         before: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         return [*before, *self._turns]
 
     def asking(self, question: str) -> list[Message]:
-        """Return the messages with a further question, which is not added until it is answered."""
+        """Return the messages with a further question, which is not kept until `add`."""
         return [*self.messages, {"role": "user", "content": question}]
 
     def add(self, question: str, answer: str) -> None:
-        """Add a question and its answer."""
+        """Append a question and its answer to the conversation."""
         self._turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def obey(self, line: str) -> str | None:
-        """Run a line that is a command and return its message; None for any other line."""
+        """Carry out a line that is a command (/NAME ...), and return the message to show; None for any other line.
+
+        /reset and /system begin the conversation anew; /save writes a file.
+        """
         if (command := _COMMAND.fullmatch(line)) is None:
             return None
         name, argument = command[1], (command[2] or "").strip()
@@ -361,7 +367,7 @@ class Conversation:
 def why_stopped(completion: Completion, model: ModelInfo, max_tokens: int) -> str | None:
     """Return a sentence that says why an output stopped, or None if the model ended it.
 
-    `max_tokens` is the requested or default limit.
+    `max_tokens` is the limit that the request had, requested or the command's own.
     """
     match completion.finish_reason:
         case "stop":

@@ -209,23 +209,23 @@ VALUE_HINTS: Final[Mapping[str, Hints]] = {
 
 
 def hinted(error: click.NoSuchOption) -> click.UsageError:
-    """Return the error with a hint instead of click's guess, if there is a hint."""
+    """Return a usage error with our hint about the unknown flag instead of click's guess; `error` without a hint."""
     command = error.ctx.command.name if error.ctx is not None else None
     hint = HINTS.get(command or "", {}).get(error.option_name)
     return click.UsageError(f"No such option '{error.option_name}': {hint}.", error.ctx) if hint else error
 
 
 def hinted_command(error: click.UsageError, name: str) -> click.UsageError:
-    """Return a usage error with our hint about the unknown command `name` in place of click's guess.
-
-    Without a hint, return `error` itself.
-    """
+    """Return a usage error with our hint about the unknown command `name`; `error` if there is no hint."""
     hint = COMMAND_HINTS.get(name)
     return click.UsageError(f"No such command '{name}': {hint}.", error.ctx) if hint else error
 
 
 def explained(error: click.BadParameter) -> click.BadParameter:
-    """Return the error with a hint about the value, and its source if that is not the command line."""
+    """Return the error about a wrong value with our hint, if there is one, and the place where the value was set.
+
+    The place is named if it is an environment variable or the --config file.
+    """
     if error.ctx is None or error.param is None or error.param.name is None:
         return error
     hint, source = _value_hint(error.param.opts[0], error.message), ""

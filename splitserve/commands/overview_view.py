@@ -161,7 +161,7 @@ class _Name:
 
 
 def elided(name: str, most: int) -> str:
-    """Return the name in at most `most` characters, two thirds of which are from its end."""
+    """Return the name in at most `most` characters: longer ones lose their middle, and keep more of their end."""
     if len(name) <= most:
         return name
     num_first = (most - 1) // 3
@@ -175,7 +175,7 @@ def bars(values: Sequence[float]) -> str:
 
 
 def short(number: float) -> str:
-    """Return the number in at most five characters, below 10^12."""
+    """Return a number below 10^12 in at most five characters, such as 1.23k."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size * 0.9995:
             return f"{number / size:.3g}{unit}"
@@ -183,5 +183,5 @@ def short(number: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return milliseconds, with one decimal below 10."""
+    """Return seconds as a text in milliseconds, with one decimal below 10."""
     return f"{seconds * MS:.1f}" if seconds * MS < 9.95 else f"{seconds * MS:.0f}"

@@ -25,8 +25,10 @@ HELD, NOT_HELD = "■", "·"
 
 @dataclass(frozen=True, slots=True)
 class PlannedRank:
-    """One rank of a node. Layers and bytes are None without a model; prompt_bytes count the whole blocks of a
-    prompt."""
+    """One rank of a node, and the KV heads and layers that it holds.
+
+    Layers and bytes are None without a model; prompt_bytes count the whole blocks of a prompt.
+    """
 
     rank: int
     first_head: int
@@ -66,9 +68,10 @@ class TransferPlan:
 def plan_transfer(
     prefill: Grid, decode: Grid, num_kv_heads: int, layout: KVLayout | None = None, prompt_tokens: int = 0
 ) -> TransferPlan:
-    """Return the plan for nodes with these grids of ranks.
+    """Return which KV heads go from which rank of a prefill node to which rank of a decode node.
 
-    `layout`, of the whole model, gives layers and bytes; without it there are no stages.
+    `prefill` and `decode` are the nodes' numbers of ranks. `layout`, of the whole model, gives layers and bytes, those
+    of a prompt for `prompt_tokens` tokens; without it there are no stages.
     """
     layers = ANY_LAYER if layout is None else layout.layers
 
@@ -100,10 +103,9 @@ def plan_transfer(
 
 
 def picture(plan: TransferPlan) -> list[str]:
-    """Return a row for each channel: the heads of the sending rank, the heads that it sends, the heads of the receiving
-    rank.
+    """Return the plan as lines: for each channel, the sending rank, the heads that it sends, and the receiving rank.
 
-    Ranks that send nothing come last. A rank is not repeated in the next row.
+    Ranks that send nothing come last. A rank is not repeated in the next line.
     """
     rows: list[tuple[str, str, str]] = []
     last: PlannedChannel | None = None
@@ -124,7 +126,7 @@ def picture(plan: TransferPlan) -> list[str]:
 
 
 def size_lines(plan: TransferPlan, layout: KVLayout, prompt_tokens: int) -> list[str]:
-    """Return the sizes in words: of a token, of each rank and of each channel."""
+    """Return sizes in words, as lines: of a token, of a prompt, of what each rank holds and each channel sends."""
     num_blocks = layout.num_blocks_for(prompt_tokens)
     total = sum(channel.prompt_bytes or 0 for channel in plan.channels)
     lines = [
@@ -210,7 +212,10 @@ def plan_transfer_command(
 
 
 def layout_of(model: str, block_size: int, kv_cache_dtype: str) -> KVLayout:
-    """Return the KV cache layout of a model; the dtype `auto` is the model's own. Raises ModelError."""
+    """Return the KV cache layout of a model, whose folder is found or downloaded; the dtype auto is the model's own.
+
+    Raises ModelError.
+    """
     config = read_model_config(resolve(model, report).folder)
     return config.kv_layout(block_size, config.dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
 

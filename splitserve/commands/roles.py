@@ -14,7 +14,7 @@ from splitserve.launch.models import resolve
 
 
 def role_command(room: Room, help: str) -> click.Command:
-    """Return a command that finds MODEL and then becomes `python -m ROOM` with the same flags."""
+    """Return a command that finds MODEL and then replaces this process by `python -m PACKAGE` with the same flags."""
 
     def become(settings: Any) -> None:
         if room not in (COORDINATOR, API_SERVER):

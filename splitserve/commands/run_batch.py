@@ -32,7 +32,7 @@ class NoAnswerError(SplitServeError):
 
 @dataclass(slots=True)
 class Batch:
-    """One run: the server, its limits, and the counts of finished requests."""
+    """One run over a file of requests: the server, the limits, and the counts of finished requests."""
 
     client: httpx2.AsyncClient
     deadline_s: float
@@ -45,7 +45,7 @@ class Batch:
     shown_s: float = 0.0
 
     async def run(self, requests: Iterator[BatchRequest], max_concurrency: int) -> None:
-        """Send all requests, up to `max_concurrency` at a time."""
+        """Send all requests, up to `max_concurrency` at a time, and write a result line for each as it finishes."""
 
         async def work() -> None:
             for request in requests:
@@ -94,7 +94,7 @@ class Batch:
             self.show(self.summary())
 
     def summary(self) -> str:
-        """Return the progress as a line."""
+        """Return a line that says how many requests were answered and failed, and how long it has taken."""
         failures = f", {self.num_failed} failed" if self.num_failed else ""
         elapsed_s = time.monotonic() - self.start_s
         return f"{self.num_answered} of {self.num_requests} answered{failures}, {elapsed_s:.1f} s"

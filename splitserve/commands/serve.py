@@ -28,7 +28,10 @@ DEMO_MAX_TOKENS = 96
 
 @needs("node")
 def serve(values: Any) -> None:
-    """Run the cluster until a signal; `values` is an instance of up_settings_class()."""
+    """Run the cluster until a signal; `values` is an instance of up_settings_class().
+
+    Exits with code 130 after SIGINT. Raises SettingsError, ModelError or LaunchError.
+    """
     given = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
     settings: ClusterSettings = build(ClusterSettings, given)
     check_folder()
@@ -95,7 +98,7 @@ def _hosts(ray: str) -> AbstractContextManager[str]:
 
 
 async def start(cluster: Cluster) -> None:
-    """Start the cluster and show which nodes are still loading."""
+    """Start the cluster, and show on stderr which nodes are still loading. Raises as Cluster.start does."""
     with waiting("Starting") as show:
         await cluster.start(lambda missing: show(f"Loading: {', '.join(missing)}"))
 

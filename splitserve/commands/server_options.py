@@ -20,7 +20,7 @@ Command = Callable[..., Any]
 
 
 def api_key_option(command: Command) -> Command:
-    """Add --api-key and --api-key-file; the command gets `api_key`, None without a key."""
+    """Add --api-key and --api-key-file to a command, which gets `api_key`, None without a key."""
     return _secret_option(command, "api_key", "Secret that the server asks for.")
 
 
@@ -39,7 +39,7 @@ def _secret_option(command: Command, secret: str, help: str) -> Command:
 
 
 def tls_options(command: Command) -> Command:
-    """Add --tls-ca, --tls-cert and --tls-key."""
+    """Add --tls-ca, --tls-cert and --tls-key to a command, which gets three paths, empty if not given."""
     options = (
         ("--tls-ca", "CA of the server's certificate (PEM); implies TLS."),
         ("--tls-cert", "Certificate for a server that asks clients for one (PEM)."),
@@ -53,14 +53,17 @@ def tls_options(command: Command) -> Command:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server with its key and TLS files."""
+    """The address of a running server, with the key and TLS files for it."""
 
     target: str
     api_key: str | None
     tls: TlsFiles
 
     def client(self, timeout_s: float | None = None) -> "Client":
-        """Return a new client, with the default deadline unless one is given."""
+        """Return a new client, which the caller closes.
+
+        `timeout_s` is the deadline of its calls, by default TIMEOUT_S.
+        """
         from splitserve.client.clients import Client
         from splitserve.client.questions import TIMEOUT_S
 
@@ -75,7 +78,7 @@ class Server:
 
 
 def server_options(command: Command) -> Command:
-    """Add all options of a gRPC server; the command gets them as one `server`, a Server."""
+    """Add all options of a gRPC server to a command, which gets them as one `server`, a Server."""
 
     @functools.wraps(command)
     def asking(*, server: str, api_key: str | None, tls_ca: str, tls_cert: str, tls_key: str, **others: Any) -> Any:
@@ -92,7 +95,7 @@ def server_options(command: Command) -> Command:
 
 
 def operator_options(command: Command) -> Command:
-    """Add the options for operator commands: an admin key replaces the API key."""
+    """Add the options of `server_options` and --admin-key to a command; the admin key replaces the API key."""
 
     @functools.wraps(command)
     def asking(*, server: Server, admin_key: str | None, **others: Any) -> Any:

@@ -47,13 +47,16 @@ stderr: Final = Console(stderr=True, highlight=False)
 
 
 def report(line: str) -> None:
-    """Print a line of progress or news."""
+    """Print a line of progress or news on stderr."""
     stderr.print(escape(line), soft_wrap=True)
 
 
 @contextmanager
 def waiting(text: str) -> Iterator[Callable[[str], None]]:
-    """Show a spinner with a text that may change; without a terminal, a line for each change."""
+    """Show a spinner on stderr with a text within the context; yield a function that changes the text.
+
+    Without a terminal, each change of the text is a line.
+    """
     if stderr.is_terminal:
         with stderr.status(escape(text)) as status:
             yield lambda text: status.update(escape(text))
@@ -72,7 +75,10 @@ def waiting(text: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def counting(text: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Show a progress bar with a text that may change; without a terminal, a line for each change of the text."""
+    """Show a progress bar on stderr within the context; yield a function (done, total, text) that updates it.
+
+    Without a terminal, each change of the text is a line.
+    """
     if not stderr.is_terminal:
         with waiting(text) as show:
             yield lambda done, total, text: show(text)
@@ -85,7 +91,11 @@ def counting(text: str) -> Iterator[Callable[[int, int, str], None]]:
 
 @contextmanager
 def shown(*, is_live: bool, is_full: bool = False) -> Iterator[Callable[[RenderableType], None]]:
-    """Show views in place on a live terminal, on the full screen with `is_full`; otherwise one below the other."""
+    """Return a context manager that yields a function which shows a view on stdout.
+
+    With `is_live` on a terminal each view replaces the one before, on the full screen with `is_full`; otherwise views
+    are printed one below the other.
+    """
     if is_live and stdout.is_terminal:
         with Live(console=stdout, auto_refresh=False, screen=is_full) as live:
             yield lambda view: live.update(view, refresh=True)
@@ -230,7 +240,7 @@ def _class_table(classes: Sequence[SloClassLoad]) -> Table:
 
 
 def shape_text(shape: Shape) -> str:
-    """Return a node's limits: prompt tokens a step, and running slots."""
+    """Return the limits of a shape in words: prompt tokens in a step, running slots, and no KV transfers if so."""
     parts = [f"{shape.prompt_tokens} tokens"] if shape.prefills else []
     if shape.decodes:
         parts.append(f"{shape.slots} slots" + ("" if shape.accepts_transfers else ", no KV transfers"))

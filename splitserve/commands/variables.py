@@ -11,7 +11,7 @@ SERVER: Final = "SPLITSERVE_SERVER"  # for commands that call a server; all othe
 
 
 def unknown_variables(environment: Mapping[str, str]) -> str:
-    """Return one line with the unknown variables and the likely correct names; empty without any."""
+    """Return a warning with the unknown SPLITSERVE_ variables, each with the likely name; empty without any."""
     ours = [name for name in environment if name.startswith(ENV_PREFIX)]
     known = known_variables() if ours else frozenset()
     unknown = sorted(set(ours) - known)
@@ -21,7 +21,7 @@ def unknown_variables(environment: Mapping[str, str]) -> str:
 
 
 def known_variables() -> frozenset[str]:
-    """Return every variable that some command or process reads."""
+    """Return the names of all environment variables that some command or process reads."""
     from splitserve.launch.cluster import (
         API_SERVER,
         ROOMS,

@@ -79,7 +79,10 @@ SAMPLING: Final = {
 
 
 def config_of(model: GgufModel, where: str) -> dict[str, Any]:
-    """Return the contents of config.json. Raises ModelError for an unsupported model; `where` names the file."""
+    """Return the contents of config.json for the model of a GGUF file; `where` names the file in errors.
+
+    Raises ModelError for an unsupported model.
+    """
     name = JsonFields(model.metadata, where).text("general.architecture")
     if name not in ARCHITECTURES:
         raise ModelError(f"{where} has architecture {name!r:.80}; supported are {', '.join(ARCHITECTURES)}")
@@ -123,7 +126,8 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
 def generation_config_of(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the contents of generation_config.json: begin and end tokens, and sampling defaults from the file.
 
-    Requires a file whose tokens have been read.
+    `where` names the file in errors. Requires metadata whose tokens have been read. Raises ModelError for a wrong
+    value.
     """
     fields = JsonFields(dict(metadata), where)
     sampling = {ours: fields.number(key, minimum=-1.0) for key, ours in SAMPLING.items() if key in fields}
@@ -140,9 +144,9 @@ def generation_config_of(metadata: Mapping[str, Any], where: str) -> dict[str, A
 
 
 def modules_of(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return modules.json and the pooling config of an embedding model; empty for any other model.
+    """Return the contents of modules.json and of the pooling config, by path, for an embedding model; else empty.
 
-    Requires a file whose config has been read. As in llama.cpp, embeddings have length 1.
+    Requires metadata whose config has been read. As in llama.cpp, embeddings have length 1.
     """
     name = JsonFields(dict(metadata), where).text("general.architecture")
     kind = metadata.get(f"{name}.{POOLING}", 0)

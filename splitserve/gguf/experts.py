@@ -24,16 +24,20 @@ PROJECTIONS: Final = ("gate", "up", "down")
 
 
 def used_of(name: str, own: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys that describe the experts of an architecture; empty without experts."""
+    """Return the metadata keys that describe the experts of architecture `name`; empty if it has no experts.
+
+    `own` is the architecture's metadata.
+    """
     if name not in NORMALIZES or (name == "llama" and not own.get(EXPERT_COUNT)):
         return frozenset()
     return USED | {SHARED_SIZE} if name == "qwen2moe" else USED
 
 
 def experts_config(name: str, fields: JsonFields, tensors: Mapping[str, GgufTensor], where: str) -> dict[str, Any]:
-    """Return the expert part of config.json for an architecture.
+    """Return the expert part of config.json for the architecture `name`; `where` names the file in errors.
 
-    Raises ModelError, also when an expert tensor is missing or its shape does not match the metadata.
+    Raises ModelError for unsupported metadata, and when an expert tensor is missing or has another shape than the
+    metadata.
     """
     num_experts, num_chosen = fields.integer(EXPERT_COUNT), fields.integer(CHOSEN)
     if num_experts > MOST_EXPERTS:

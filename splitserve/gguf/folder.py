@@ -25,7 +25,7 @@ def gguf_folder(file: Path, root: Path, defaults: Mapping[str, Any] | None = Non
 
     `defaults` are added to its generation_config.json. The folder's name depends on the paths of the files and all
     bytes of their headers, so a replaced file gets another folder, even with the same size and time. Weights stay in
-    the files. Raises ModelError for an unsupported file.
+    the files. Raises ModelError for an unsupported file, and when the folder cannot be written.
     """
     name, parts, defaults = file.name, parts_of(file), defaults or {}
     files = [part.resolve() for part in parts]

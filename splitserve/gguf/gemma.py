@@ -23,7 +23,10 @@ LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3": 62}  # in these models, scores a
 
 
 def gemma_config(name: str, fields: JsonFields, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of an architecture. `rope` applies to layers without a sliding window. Raises ModelError."""
+    """Return the part of config.json that only Gemma has, for the architecture `name`.
+
+    `rope` is the rotary embedding of layers without a sliding window. Raises ModelError for a wrong value.
+    """
     if name == "gemma":
         return {"rope_parameters": rope}
     num_layers, hidden_size = fields.integer("block_count"), fields.integer("embedding_length")

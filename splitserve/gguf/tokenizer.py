@@ -57,9 +57,9 @@ SPLITTINGS: Final = {
 
 
 def tokenizer_of(metadata: Mapping[str, Any], where: str) -> Tokenizer:
-    """Return the tokenizer that a GGUF file describes.
+    """Return the tokenizer that the metadata of a GGUF file describe; `where` names the file in errors.
 
-    Raises ModelError for an unknown kind or invalid metadata; `where` names the file.
+    Raises ModelError for an unknown kind or invalid metadata.
     """
     fields = JsonFields({key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}, where)
     tokens, kind = _tokens(fields), fields.text("model")
@@ -81,7 +81,10 @@ def tokenizer_of(metadata: Mapping[str, Any], where: str) -> Tokenizer:
 
 
 def tokenizer_config_of(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the contents of tokenizer_config.json: the chat template and the tokens that it may use."""
+    """Return the contents of tokenizer_config.json: the chat template and the tokens that it may use.
+
+    `where` names the file in errors. Raises ModelError for invalid metadata.
+    """
     fields = JsonFields({key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}, where)
     tokens = _tokens(fields)
     named = {name: _token_id(fields, role, tokens) for role, name in ROLES.items()}

@@ -28,7 +28,7 @@ Settings = CoordinatorSettings | NodeSettings
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A role: its package and the settings of its processes."""
+    """A kind of process: its role, its package and the class of its settings."""
 
     role: str
     package: str
@@ -42,17 +42,20 @@ ROOMS: Final = (COORDINATOR, PREFILL, DECODE, MIXED)
 
 
 def command_of(room: Room, settings: Any) -> list[str]:
-    """Return the command line that starts a process of this room with these settings."""
+    """Return the command line that starts a process of this kind with these settings; secrets are not in it."""
     return [sys.executable, "-m", room.package, *to_argv(settings)]
 
 
 def flat(settings: Any) -> dict[str, Any]:
-    """Return every flag's value by name, with nested settings flattened."""
+    """Return the value of every flag of the settings by name, with nested settings flattened."""
     return dict(_flat_items(settings))
 
 
 def in_full(settings: Any) -> dict[str, Any]:
-    """Return the flags for a node that runs in another folder, possibly on another host with the same files."""
+    """Return the values of a node's flags by name, with absolute paths.
+
+    The node may then run in another folder, or on another host with the same files.
+    """
     values = flat(settings)
     adapters = (each.partition("=") for each in values["lora"])
     values["lora"] = tuple(f"{name}{sign}{full_path(folder)}" for name, sign, folder in adapters)
@@ -60,13 +63,13 @@ def in_full(settings: Any) -> dict[str, Any]:
 
 
 def full_path(text: str) -> str:
-    """Return an existing path in absolute form; any other text unchanged."""
+    """Return the absolute form of the path of an existing file or folder; any other text unchanged."""
     path = Path(text).expanduser()
     return str(path.resolve()) if text and path.exists() else text
 
 
 def replaced(settings: Any, **changes: Any) -> Any:
-    """Return the settings with other values for these flags."""
+    """Return new settings with other values for these flags, by name."""
     return build(type(settings), {**flat(settings), **changes})
 
 
@@ -160,7 +163,7 @@ class ClusterSettings:
 
 
 def num_nodes(settings: ClusterSettings, *, embeds: bool = False) -> dict[str, int]:
-    """Return the number of nodes in each role; a model that `embeds` needs no decode node.
+    """Return the number of nodes by role; with `embeds`, the model makes embeddings and needs no decode node.
 
     Raises SettingsError when no node would prefill, or decode.
     """
@@ -212,7 +215,7 @@ PLANNED: Final = frozenset(
 
 
 def up_settings_class() -> type[Any]:
-    """Return a class with ClusterSettings and every flag that can be passed on.
+    """Return the dataclass of all flags of `splitserve up`: ClusterSettings, and every flag that can be passed on.
 
     A flag whose default differs by role is None by default.
     """
@@ -234,10 +237,11 @@ def plan_cluster(
     *,
     embeds: bool = False,
 ) -> list[Process]:
-    """Return the processes in starting order, the coordinator first.
+    """Return the processes of a cluster in starting order, the coordinator first.
 
-    `passed` are flags for each room that has them; None leaves a flag unset, and flags set by the plan are ignored.
-    `embeds` is whether the model makes embeddings. Raises SettingsError.
+    `passed` are values of flags, for each kind of process that has the flag; None leaves a flag unset, and flags that
+    the plan sets are ignored. `embeds`: the model makes embeddings. Raises SettingsError for numbers of nodes with
+    which no request could be served.
     """
     given = {name: value for name, value in passed.items() if value is not None and name not in PLANNED}
     shared = {"model": str(model.folder), "drain_s": settings.drain_s, "fleet_secret": place.fleet_secret}

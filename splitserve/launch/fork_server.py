@@ -58,7 +58,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The server's process id."""
+        """Return the server's process id."""
         return self._process.pid
 
     def start(
@@ -93,7 +93,7 @@ class ForkServer:
         return numbers
 
     def stop(self) -> None:
-        """End the server and its remaining children."""
+        """Kill the server, and so its remaining children, and wait for its end."""
         self._orders.close()
         self._process.kill()  # it may be importing
         self._process.wait()
@@ -101,7 +101,10 @@ class ForkServer:
 
 @contextmanager
 def preloading(*, is_wanted: bool = True) -> Iterator[ForkServer | None]:
-    """Run a fork server that imports a node's modules; yield None when none is wanted or possible."""
+    """Yield a fork server that imports a node's modules in the background, and stop it at the end of the block.
+
+    Yields None when none is wanted or possible.
+    """
     server = None
     if is_wanted and sys.platform == "linux":
         with suppress(OSError):
@@ -117,7 +120,10 @@ def preloading(*, is_wanted: bool = True) -> Iterator[ForkServer | None]:
 
 
 def main(orders: socket.socket, modules: Sequence[str]) -> None:
-    """Serve until the other end of `orders` is closed; in a child, run its module to the end of the process."""
+    """Import the modules, then fork a child for each order from the socket, until its other end is closed.
+
+    In a child, runs the child's module to the end of the process.
+    """
     for module in modules:
         importlib.import_module(module)
     num_threads = len(os.listdir("/proc/self/task"))

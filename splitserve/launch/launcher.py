@@ -61,7 +61,7 @@ class LaunchError(SplitServeError):
 
 
 class Cluster:
-    """A coordinator and its nodes, as children of this process. An async context manager."""
+    """Run a coordinator and its nodes as children of this process. An async context manager, which stops them."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Cluster:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the processes: the coordinator, prefill nodes, decode nodes."""
+        """Return the names of the processes: the coordinator, prefill nodes, decode nodes, mixed nodes."""
         return tuple(process.name for process in self._processes)
 
     @property
@@ -133,15 +133,18 @@ class Cluster:
         return self.names[1:]
 
     def pid(self, name: str) -> int:
-        """Return the process id of a node, or of the `coordinator`."""
+        """Return the process id of a node, or of the process named `coordinator`. Requires that it was started."""
         return self._supervisor.pid(name)
 
     def reread_api_keys(self) -> None:
-        """Make the coordinator read its file of API keys again. Requires a ready coordinator."""
+        """Send SIGHUP to the coordinator, which then reads its file of API keys again. Requires a ready coordinator."""
         os.kill(self.pid("coordinator"), signal.SIGHUP)
 
     def client(self) -> AsyncClient:
-        """Return a new client of this cluster. Over TLS it trusts the cluster's own certificate only."""
+        """Return a new client of this cluster, which the caller closes.
+
+        Over TLS it trusts the cluster's certificate only.
+        """
         tls = self._tls
         if not tls.cert:
             return AsyncClient(self.target, api_key=self._api_key)
@@ -174,9 +177,9 @@ class Cluster:
             await self._supervisor.stop(self.nodes, deadline_s=deadline_s)
 
     async def start(self, on_progress: Callable[[list[str]], None]) -> None:
-        """Start every process and wait until all are ready.
+        """Start every process, and wait until every node is attached and the server reports SERVING.
 
-        `on_progress` gets the nodes that are not ready, with the progress of loading their weights. Raises
+        `on_progress` gets the names of the nodes that are not ready, with the progress of loading their weights. Raises
         SettingsError with the sentence of a process that refuses to start; LaunchError when a process dies or cannot be
         started, the time is up, or another server answers at the coordinator's address.
         """
@@ -200,7 +203,10 @@ class Cluster:
             death.cancel()
 
     async def watch(self) -> None:
-        """Restart nodes that die. Raises LaunchError when the coordinator has died."""
+        """Start nodes that die again, after a pause that grows; never returns.
+
+        Raises LaunchError when the coordinator has died.
+        """
         pauses = {name: Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S) for name in self.nodes}
         due_s: dict[str, float] = {}  # when a dead node restarts
 
@@ -268,7 +274,10 @@ def _not_started(process: Process, error: OSError) -> str:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """Return a free TCP port of this address, outside the kernel's range for outgoing connections."""
+    """Return a TCP port that is free at this address, outside the kernel's range for outgoing connections.
+
+    Raises LaunchError if none is free.
+    """
     for port in random.sample(UNASSIGNED_PORTS, len(UNASSIGNED_PORTS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind((host, port))

@@ -17,7 +17,7 @@ NUM_KEPT: Final = 5
 
 
 def log_folder(given: str) -> Path:
-    """Return the log folder of a run: the given one, or a new one named PREFIX and the time.
+    """Return the folder for the logs of a run, and create it: `given`, or a new one named PREFIX and the time.
 
     Raises SettingsError when the given folder is not writable.
     """
@@ -32,10 +32,10 @@ def log_folder(given: str) -> Path:
 
 
 def keep_latest(folder: Path) -> int | None:
-    """Keep this folder until the returned descriptor is closed, and remove older folders of runs.
+    """Keep this folder until the returned file descriptor is closed, and remove older folders of runs.
 
-    The latest NUM_KEPT folders and those that other runs keep are not removed. Returns None for a folder that was given
-    to `log_folder`, which is left alone.
+    The latest NUM_KEPT folders and those that other runs keep are not removed. Returns None, and removes nothing, for a
+    folder that was given to `log_folder`.
     """
     if not folder.name.startswith(PREFIX):
         return None

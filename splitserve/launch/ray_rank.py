@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class RankActor:
-    """One rank as a child of this process, with which it dies. Methods may be called from any thread."""
+    """Run one rank as a child of this process, with which it dies. Methods may be called from any thread."""
 
     def __init__(self, address: str, log_dir: str) -> None:
-        """Create the actor. `address` is where other hosts reach this one; empty asks Ray."""
+        """Create the actor, whose child writes its log to `log_dir`. `address` is that of this host; empty asks Ray."""
         # Ray sets uvloop's policy, under which asyncio cannot watch children.
         asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
         self._address = address or _address()
@@ -42,11 +42,11 @@ class RankActor:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def place(self) -> list[Any]:
-        """Return the address of this host, and a port for the rendezvous of a node's ranks."""
+        """Return [the address of this host, a free port for the rendezvous of a node's ranks]."""
         return [self._address, free_port()]
 
     def start(self, name: str, role: str, values: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-        """Start a process with the flags `values` and this environment added to the host's, and end an earlier process.
+        """Start a process with the flags `values` and this environment added to the host's; end an earlier one first.
 
         Returns the sentence with which the process refuses to start, or an empty string.
         """
@@ -58,15 +58,16 @@ class RankActor:
         return ""
 
     def news(self, within_s: float) -> tuple[list[str], list[Any]]:
-        """Wait up to `within_s` for the end of the process.
+        """Wait up to `within_s` seconds for the end of the process.
 
-        Returns the reported lines and, if the process has ended, its exit code, refusal and failure, as in Death.
+        Returns the lines reported since the last call and, if the process has ended, its [exit code, refusal, failure],
+        as in Death; else an empty list.
         """
         ended = self._do(self._end_of(self._supervisor, within_s))
         return [self._said.popleft() for _ in range(len(self._said))], ended
 
     def stop(self, deadline_s: float) -> None:
-        """Ask the process to end, and kill it after the deadline."""
+        """Send the process SIGTERM, and SIGKILL after `deadline_s` seconds. Returns when it has ended."""
         self._do(self._supervisor.stop([*self._supervisor.names], deadline_s=deadline_s))
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:

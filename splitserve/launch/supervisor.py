@@ -60,7 +60,7 @@ class Handle(Protocol):
 
 
 class Forked:
-    """A child of the fork server."""
+    """A child process of the fork server."""
 
     def __init__(self, pid: int, numbers: socket.socket) -> None:
         self.pid: Final = pid
@@ -69,7 +69,10 @@ class Forked:
 
     @classmethod
     async def start(cls, server: ForkServer, process: Process, output: int) -> Self:
-        """Let the server fork a process. Raises OSError, TimeoutError after FORK_DEADLINE_S."""
+        """Let the server fork a process whose output goes to the file descriptor `output`; return it when it runs.
+
+        Raises OSError, and TimeoutError after FORK_DEADLINE_S.
+        """
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
             numbers = server.start(
@@ -86,7 +89,7 @@ class Forked:
             raise
 
     async def wait(self) -> int:
-        """Return the exit code, or minus the signal that killed the child.
+        """Wait for the end of the child, and return its exit code, or minus the signal that killed it.
 
         SIGKILL is returned when the server is gone, since its children end with it.
         """
@@ -118,13 +121,16 @@ class _Child:
 
 
 class Supervisor:
-    """Supervise the children of one cluster.
+    """Start, watch and stop the child processes of one cluster.
 
     Use it on the event loop of a thread that lives as long as the process: children die with that thread.
     """
 
     def __init__(self, log_dir: Path, report: Report, fork_server: ForkServer | None = None) -> None:
-        """Create the supervisor. Nodes are forked from `fork_server` if given."""
+        """Create the supervisor, which writes logs to `log_dir`, and passes lines that report an error to `report`.
+
+        Nodes are forked from `fork_server` if given.
+        """
         self._log_dir = log_dir
         self._report = report
         self._fork_server = fork_server
@@ -138,11 +144,14 @@ class Supervisor:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all processes that were started."""
+        """Return the names of all processes that were started, whether they live or not."""
         return tuple(self._children)
 
     async def start(self, process: Process) -> None:
-        """Start a child and watch it until it ends. Raises OSError when the system cannot start it."""
+        """Start a child, write its output to its log, and watch it until it ends.
+
+        Raises OSError when the system cannot start it, and TimeoutError when the fork server is late.
+        """
         self.loading.pop(process.name, None)
         output, child_end = os.pipe()
         try:
@@ -156,11 +165,14 @@ class Supervisor:
         self._children[process.name] = _Child(handle, watch)
 
     async def next_death(self) -> Death:
-        """Wait for the next child to end, and return its death in the order of ends."""
+        """Wait for a child to end, and return how; ends are returned in their order, each once."""
         return await self._deaths.get()
 
     async def stop(self, names: Iterable[str], *, deadline_s: float) -> None:
-        """Send SIGTERM to these children, and SIGKILL to those alive after `deadline_s` or when cancelled."""
+        """Send SIGTERM to these children, and SIGKILL to those alive after `deadline_s` seconds or when canceled.
+
+        Returns when all have ended.
+        """
         children = [self._children[name] for name in names if name in self._children]
         try:
             for child in children:
@@ -212,7 +224,7 @@ class Supervisor:
 
 
 class LogFile:
-    """Log file of a child.
+    """Write the log file of a child.
 
     At MAX_LOG_BYTES the file is renamed to NAME.log.1, which replaces an earlier one. A line that cannot be written is
     lost, which is reported once: a child whose pipe is not read would block.
@@ -257,7 +269,7 @@ class LastWords:
         self.failure = ""
 
     def hear(self, level: str, text: str) -> None:
-        """Take the next line, as returned by parse_line."""
+        """Take the next line, as returned by parse_line, and set `refusal` or `failure` if it is one."""
         if level == ENDING_LEVEL:
             self.failure = text
         if level:
