@@ -44,7 +44,7 @@ ABOUT_ROUTES: Final = {
     "/v1/responses": "OpenAI's responses ([what of it](../guides/asking.md#other-apis))",
     "/v1/messages": "Anthropic's messages ([what of it](../guides/asking.md#other-apis))",
     "/v1/messages/count_tokens": "how many tokens such a call would have: `input_tokens`",
-    "/inference/v1/generate": "token ids in and out, in vLLM's shape ([what they are for](../guides/asking.md#token-ids))",
+    "/inference/v1/generate": "token ids in and out, vLLM's call ([what for](../guides/asking.md#token-ids))",
     "/v1/completions/render": "what a completion sends to the model: a list of bodies for `/inference/v1/generate`",
     "/v1/chat/completions/render": "what a chat completion sends to the model: a body for `/inference/v1/generate`",
     "/v1/responses/render": "the same of a call of `/v1/responses`",

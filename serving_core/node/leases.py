@@ -164,8 +164,8 @@ class Leases:
         """Publish the request's blocks that are full of computed KV, so that other requests can share them.
 
         Blocks that became full since the last call, and were not passed to `copied`, were computed by this node: in
-        prefill chunks or decode steps, by the request's state. With a fixed state, publishes only behind the tokens of a
-        checkpoint. Does nothing without caching, and for distributed KV.
+        prefill chunks or decode steps, by the request's state. With a fixed state, publishes only behind the tokens of
+        a checkpoint. Does nothing without caching, and for distributed KV.
         """
         lease = node_request.lease
         assert lease is not None
