@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from glob import glob
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,7 +42,7 @@ def process_age_s() -> float:
 
 
 CUDA_DRIVER: Final = "libcuda.so.1"
-CUDA_DEVICES: Final = Path("/proc/driver/nvidia/gpus")  # one entry for each device
+CUDA_DEVICES: Final = "/proc/driver/nvidia/gpus/*", "/dev/nvidia[0-9]*"  # some containers have the second alone
 NO_KERNELS: Final = (
     "There are no compiled kernels (set-up makes them where it finds a C compiler): PyTorch computes everything, "
     "and a token of a single answer takes about 3 times as long"  # docs/results/benchmarks.md
@@ -132,15 +133,17 @@ def on_cpu(settings: EngineSettings) -> bool:
     return settings.device == "cpu" or (settings.device == "auto" and not _has_cuda_driver())
 
 
-def cuda_devices(environment: Mapping[str, str], listed: Path = CUDA_DEVICES) -> tuple[str, ...]:
+def cuda_devices(environment: Mapping[str, str], listed: Sequence[str] = CUDA_DEVICES) -> tuple[str, ...]:
     """Return the CUDA devices that processes with this environment see, as CUDA_VISIBLE_DEVICES names them.
 
-    Without that variable, `listed` is the driver's folder with an entry for each device; empty if there is no folder.
+    Without that variable, the first of the patterns `listed` that matches any path matches one for each device; empty
+    if none does.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return tuple(name.strip() for name in visible.split(",") if name.strip())
-    return tuple(map(str, range(len(list(listed.iterdir()))))) if listed.is_dir() else ()
+    num_devices = next(filter(None, (len(glob(pattern)) for pattern in listed)), 0)
+    return tuple(map(str, range(num_devices)))
 
 
 @functools.cache

@@ -310,9 +310,13 @@ def test_ranks_that_share_a_device_divide_its_memory(devices, expected):
 
 
 def test_the_cuda_devices_that_there_are(tmp_path):
-    assert cuda_devices({}, tmp_path / "none") == ()
-    for name in ("0000:01:00.0", "0000:02:00.0"):
+    listed = f"{tmp_path}/gpus/*", f"{tmp_path}/nvidia[0-9]*"
+    assert cuda_devices({}, listed) == ()
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "gpus"):
         (tmp_path / name).mkdir()
-    assert cuda_devices({}, tmp_path) == ("0", "1")
-    assert cuda_devices({"CUDA_VISIBLE_DEVICES": "1, GPU-c"}, tmp_path) == ("1", "GPU-c")
-    assert cuda_devices({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+    assert cuda_devices({}, listed) == ("0", "1", "2"), "where the driver's folder is hidden"
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / "gpus" / name).mkdir()
+    assert cuda_devices({}, listed) == ("0", "1")
+    assert cuda_devices({"CUDA_VISIBLE_DEVICES": "1, GPU-c"}, listed) == ("1", "GPU-c")
+    assert cuda_devices({"CUDA_VISIBLE_DEVICES": ""}, listed) == ()
