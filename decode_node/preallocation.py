@@ -23,7 +23,7 @@ SHARED_BLOCKS: Final = 4  # a request does not wait for fewer shared blocks in t
 
 
 class Preallocation:
-    """Track which requests wait for blocks on this node and which have credit."""
+    """Reserves blocks of one node for requests whose KV comes from other nodes, and tracks which of them wait."""
 
     def __init__(self, node_requests: NodeRequests, leases: Leases, *, max_num_queued: int) -> None:
         self._node_requests = node_requests
@@ -33,7 +33,7 @@ class Preallocation:
     def check(self, num_tokens: int, *, may_grow_out: bool = False) -> None:
         """Raise RequestError if the queue is full or a sequence of `num_tokens` could never fit into the pool.
 
-        With `may_grow_out` the sequence may exceed the pool (distributed KV).
+        With `may_grow_out` the sequence may exceed the pool, as with distributed KV.
         """
         num_blocks = self._leases.blocks_for(num_tokens)
         if num_blocks > self._leases.num_blocks and not may_grow_out:
@@ -46,7 +46,10 @@ class Preallocation:
             raise RequestError(reasons.QUEUE_FULL, f"the decode queue holds its {self._max_num_queued} requests")
 
     def reserve(self, node_request: NodeRequest, *, num_spare: int) -> bool:
-        """Reserve the blocks of a waiting request if that leaves `num_spare` blocks free. Return whether it did."""
+        """Reserve the blocks of a waiting request if that leaves `num_spare` blocks free; return whether it did.
+
+        On success the request has credit.
+        """
         num_to_hold, num_cacheable = _tokens_to_hold(node_request), _num_cacheable(node_request)
         if not self._leases.take(node_request, num_to_hold, num_cacheable=num_cacheable, num_spare=num_spare):
             return False
@@ -54,18 +57,21 @@ class Preallocation:
         return True
 
     def num_to_hold(self, node_request: NodeRequest) -> int:
-        """Return the blocks of a request's credit, including blocks that are already in the prefix cache."""
+        """Return how many blocks a request's credit takes, including blocks that are already in the prefix cache."""
         return self._leases.blocks_for(_tokens_to_hold(node_request))
 
     def waits(self, node_request: NodeRequest) -> bool:
-        """Return whether a waiting request gets its blocks after another request that brings more of its beginning."""
+        """Return whether a waiting request should get its blocks after another that brings more of its beginning.
+
+        Stores that other request in the waiting one.
+        """
         if not node_request.is_to_share:
             incoming = incoming_of(node_request)
             incoming.shares_with = None if incoming.is_alone else self._find_ahead(node_request)
         return node_request.is_to_share
 
     def wait_no_more(self, node_request: NodeRequest, now: float) -> None:
-        """Let a request wait for free blocks alone, after the shared blocks took too long."""
+        """Let a request wait for free blocks from `now` on, and not again for blocks that another request brings."""
         incoming = incoming_of(node_request)
         incoming.shares_with, incoming.is_alone, incoming.waiting_since_s = None, True, now
 
@@ -85,13 +91,13 @@ class Preallocation:
         return None
 
     def num_blocks(self, node_request: NodeRequest) -> int:
-        """Return the most blocks that may arrive for a request."""
+        """Return the most blocks, cached ones included, that a request may have when its KV has arrived."""
         return self._leases.blocks_for(len(node_request.request.token_ids) + node_request.num_ahead)
 
     def check_tail(self, node_request: NodeRequest, num_tokens: int, num_come: int) -> None:
         """Raise ValueError if received KV does not fit the request.
 
-        `num_come` blocks arrived beside the cached blocks, with `num_tokens` tokens behind the known tokens.
+        `num_come` blocks arrived beside the cached blocks, with `num_tokens` tokens behind those that the node knew.
         """
         request = node_request.request
         num_needed = self._leases.blocks_for(len(request.token_ids) + num_tokens - 1)
@@ -105,9 +111,11 @@ class Preallocation:
             raise ValueError(f"{num_tokens} tokens came with the KV; max_tokens is {request.sampling.max_tokens}")
 
     def commit(self, node_request: NodeRequest, token_ids: Sequence[int], made: Sequence[tuple[bytes, int]]) -> None:
-        """Move a request to decode: all KV is here except that of the last of `token_ids`.
+        """Let a request decode: its KV has arrived, except that of the last of `token_ids`.
 
-        `token_ids` follow the known tokens; the next step computes the last one. `made` is as in Leases.copied.
+        `token_ids` follow the tokens that the node knew; the next step computes the last one. `made` is as in
+        Leases.copied: numerics ids of the received blocks, each with a number of blocks. The blocks enter the prefix
+        cache.
         """
         self._node_requests.apply(node_request, RequestEvent.RECEIVED)
         node_request.request.token_ids += token_ids
@@ -116,7 +124,7 @@ class Preallocation:
         self._leases.publish(node_request)
 
     def release(self, node_request: NodeRequest, now: float) -> None:
-        """Release a credit without KV; the request waits again."""
+        """Free the blocks of a credit whose KV did not come; the request waits for credit again, from `now` on."""
         self._leases.give_back(node_request)
         self._node_requests.apply(node_request, RequestEvent.REVOKED)
         incoming_of(node_request).waiting_since_s = now

@@ -24,7 +24,7 @@ HOLDING: Final = (RequestState.RUNNING, RequestState.RECEIVING_KV, RequestState.
 
 
 class Preemption:
-    """Preempt the requests of one node."""
+    """Takes the blocks of requests of one node for older ones."""
 
     def __init__(self, node_requests: NodeRequests, leases: Leases, revoke: Callable[[NodeRequest], None]) -> None:
         """Create the counts. `revoke` begins to revoke a credit, whose blocks come free later."""
@@ -35,9 +35,10 @@ class Preemption:
         self.num_evictions = 0
 
     def victim_for_block(self, node_request: NodeRequest, taken: set[NodeRequest]) -> NodeRequest | None:
-        """Return the youngest request that holds blocks and can be preempted, not younger than `node_request`.
+        """Return the youngest request that can be preempted for a block of `node_request`, perhaps that request itself.
 
-        Returns None if only the oldest request of all is left.
+        Only requests that are not older than `node_request` and not in `taken` count. None if there is none, or if only
+        the oldest request of all is left.
         """
         oldest = next((each for each in self._node_requests if _may_finish(each)), None)
         for each in reversed(list(self._node_requests)):
@@ -50,7 +51,10 @@ class Preemption:
         return None
 
     def preempt(self, node_request: NodeRequest) -> None:
-        """Preempt a request that `can_preempt`; the blocks of a credit come free later."""
+        """Take all blocks of a request for which `can_preempt` is true; the request is computed again later.
+
+        The blocks of a credit come free later, when it is revoked.
+        """
         if node_request.incoming is not None and node_request.incoming.transfer is not None:
             node_request.incoming.transfer.is_revoked = True
             self._revoke(node_request)
@@ -65,11 +69,11 @@ class Preemption:
         self._node_requests.apply(node_request, RequestEvent.PREEMPTED)
 
     def take_from(self, node_request: NodeRequest, num_blocks: int) -> None:
-        """Take blocks from a request.
+        """Take at least `num_blocks` blocks from a request.
 
         A request with distributed KV loses only `num_blocks` blocks, from its end: it fills the pool, and would
-        otherwise begin again for each block by which an older request grows. Pooled requests are preempted as a whole,
-        since a sum over the prompt cannot be undone.
+        otherwise begin again for each block by which an older request grows. Other requests are preempted as a whole,
+        and so are pooled ones, since a sum over the prompt cannot be undone.
         """
         lease, request = node_request.lease, node_request.request
         assert lease is not None
@@ -80,9 +84,9 @@ class Preemption:
         self._node_requests.apply(node_request, RequestEvent.TRIMMED)
 
     def victim_for(self, older: NodeRequest, *, needs_slot: bool) -> NodeRequest | None:
-        """Return the youngest request that is younger than `older` and holds what it lacks: blocks, or a running slot.
+        """Return the youngest request that is younger than `older` and holds what `older` lacks; None if there is none.
 
-        For a node that has nothing to compute: no request is busy.
+        That is blocks, or with `needs_slot` a running slot. For a node that has nothing to compute: no request is busy.
         """
         for each in reversed(list(self._node_requests)):
             if each is older:
@@ -101,7 +105,10 @@ def _may_finish(node_request: NodeRequest) -> bool:
 
 
 def can_preempt(node_request: NodeRequest) -> bool:
-    """Return whether the blocks of a request can be taken, at once or, for a credit, soon."""
+    """Return whether the blocks of a request can be taken now or, for a credit, soon.
+
+    Not while a step or a transfer uses them, and not from a prompt that was evicted MAX_EVICTIONS times.
+    """
     match node_request.state:
         case RequestState.RUNNING | RequestState.PREFILLING:
             return not node_request.is_busy

@@ -33,7 +33,7 @@ def slots_in_time(running: Sequence[NodeRequest], costs: StepCosts) -> float:
 
 
 class DecodeScheduler:
-    """Schedule the running sequences of one node."""
+    """Schedules the next token of the running sequences of one node."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class DecodeScheduler:
     ) -> None:
         """Create the scheduler.
 
-        `fit` returns for a request with distributed KV how many of `num_tokens` tokens have blocks.
+        `fit(request, num_tokens)` returns for a request with distributed KV how many of the tokens have blocks.
         """
         self._fit = fit
         self._node_requests = node_requests
@@ -52,7 +52,10 @@ class DecodeScheduler:
         self._preemption = preemption
 
     def plan(self) -> list[Work]:
-        """Return one token for each running sequence that has or gets a block for it, oldest first."""
+        """Return the next token of each running sequence that has or gets a block for it, oldest first.
+
+        Sequences without a block preempt younger requests.
+        """
         works, block_size, num_state_blocks = list[Work](), self._leases.block_size, self._leases.num_state_blocks
         for node_request in self._node_requests.in_state(RequestState.RUNNING):
             if node_request.state is not RequestState.RUNNING or node_request.ending is not None:
@@ -97,7 +100,7 @@ class DecodeScheduler:
 
 
 def next_step(works: Sequence[Work], node_requests: NodeRequests, leases: Leases) -> list[Work]:
-    """Return the decode step behind the running one, with its blocks; the running step's tokens are not known yet.
+    """Return the decode step behind the running one, `works`, whose tokens are not known yet; perhaps an empty list.
 
     Async scheduling: the engine builds that step while the running one computes. `NodeScheduler.plan` would return the
     same step if the running one ends no sequence and no event comes. Otherwise the built step never begins, and nothing

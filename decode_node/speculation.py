@@ -47,16 +47,16 @@ _FACTORS: Final = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 
 
 class Lookup:
-    """Index one text, which only grows."""
+    """An index of the tokens of one text, which only grows."""
 
     def __init__(self) -> None:
         self._last = array("i", (NOWHERE,)) * NUM_CHAINS  # latest position of each chain
         self._before: array[int] = array("i")  # for each position, the one before it in its chain
 
-    def take_in(self, token_ids: Sequence[int], most_tokens: int) -> bool:
-        """Index at most `most_tokens` more tokens of the text. Return whether the whole text is indexed.
+    def index(self, token_ids: Sequence[int], most_tokens: int) -> bool:
+        """Index the next tokens of the text, at most `most_tokens`; return whether the whole text is indexed.
 
-        `token_ids` is the whole text.
+        `token_ids` is the whole text, which begins with what was indexed before.
         """
         last, before = self._last, self._before
         first, second, third = _FACTORS
@@ -71,9 +71,9 @@ class Lookup:
         return len(before) == len(token_ids)
 
     def find(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Return the position that best matches the end of an indexed text, and the number of matching tokens.
+        """Return the position whose tokens best match the end of an indexed text, and how many tokens match.
 
-        Returns (-1, 0) without a match.
+        The position is that of the last matching token; (-1, 0) without a match of SHORTEST tokens.
         """
         found, longest = NOWHERE, SHORTEST - 1
         for place, length in self.places(token_ids):
@@ -84,7 +84,10 @@ class Lookup:
         return (found, longest) if found != NOWHERE else (NOWHERE, 0)
 
     def places(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield positions that may match the end of an indexed text, latest first, with the length of the match."""
+        """Yield positions of last tokens that may match the end of an indexed text, latest first.
+
+        Each comes with the number of matching tokens, perhaps 0; at most MOST_TRIED positions.
+        """
         end = len(token_ids) - 1
         place = self._before[end] if end >= 0 else NOWHERE
         for _ in range(MOST_TRIED):
@@ -95,7 +98,10 @@ class Lookup:
 
 
 def following(token_ids: Sequence[int], place: int, num_tokens: int) -> list[int]:
-    """Return `num_tokens` tokens that continue the text as it continued behind `place`."""
+    """Return `num_tokens` tokens that continue the text as it continued behind position `place`.
+
+    At the end of the text they continue with themselves.
+    """
     period = len(token_ids) - 1 - place
     return [token_ids[place + 1 + index % period] for index in range(num_tokens)]
 
@@ -130,14 +136,14 @@ class _Size:
         self.num_plain = 0
 
 
-class Gate:
-    """Measure decode steps of one node with and without draft tokens, and derive which drafts are worth their time."""
+class DraftCosts:
+    """Measures decode steps of one node with and without draft tokens, to tell which drafts are worth their time."""
 
     def __init__(self) -> None:
         self._sizes: defaultdict[int, _Size] = defaultdict(_Size)  # by the bit length of the number of sequences
 
-    def took(self, num_sequences: int, num_draft_tokens: int, step_s: float) -> None:
-        """Record the duration of a decode step."""
+    def record_step(self, num_sequences: int, num_draft_tokens: int, step_s: float) -> None:
+        """Record that a decode step of these numbers of sequences and draft tokens took `step_s` seconds."""
         size = self._sizes[num_sequences.bit_length()]
         if not num_draft_tokens:
             size.plain_s.append(step_s)
@@ -150,20 +156,21 @@ class Gate:
             size.shares.append(max(0.0, step_s / plain_s - 1) / num_draft_tokens)
 
     def drafted(self, num_sequences: int, num_draft_tokens: int, draft_s: float) -> None:
-        """Record the time in which the draft model wrote `num_draft_tokens` draft tokens for a step."""
+        """Record that a draft model took `draft_s` seconds to write `num_draft_tokens` draft tokens for a step."""
         size = self._sizes[num_sequences.bit_length()]
         if size.plain_s:
             size.draft_shares.append(draft_s / statistics.median(size.plain_s) / num_draft_tokens)
 
     def plain_s(self, num_sequences: int) -> float:
-        """Return the seconds of a step without draft tokens; 0 before a measurement."""
+        """Return the median seconds of a step of about `num_sequences` sequences without draft tokens; 0 if unknown."""
         size = self._sizes[num_sequences.bit_length()]
         return statistics.median(size.plain_s) if size.plain_s else 0.0
 
     def least_probability(self, num_sequences: int) -> float:
         """Return the acceptance probability from which a draft token is worth its time.
 
-        inf before enough steps are measured.
+        It holds for a step of `num_sequences` sequences. inf before LEAST_STEPS steps are measured; FIRST_SHARE before
+        one with draft tokens is.
         """
         size = self._sizes[num_sequences.bit_length()]
         if len(size.plain_s) < LEAST_STEPS:
@@ -173,9 +180,9 @@ class Gate:
         return MARGIN * num_sequences * statistics.median(size.shares)
 
     def least_probability_of_drafts(self, num_sequences: int, step_s: float) -> float:
-        """Return the same for a draft token that a draft model has yet to write.
+        """Return the acceptance probability from which a token that a draft model has yet to write is worth its time.
 
-        `step_s` is the draft model's time for one token, used before a measurement.
+        `step_s` is the draft model's seconds for one token, used before a measurement. inf as in `least_probability`.
         """
         size, wider = self._sizes[num_sequences.bit_length()], self.least_probability(num_sequences)
         if wider == math.inf:
@@ -186,7 +193,10 @@ class Gate:
 
 
 class Budget:
-    """Bound the seconds that a draft model may lose: a share of step time, plus its gains."""
+    """The seconds that a draft model may still lose.
+
+    It earns a share of the time of steps, and what its drafts gain.
+    """
 
     def __init__(self) -> None:
         self._left_s = BUDGET_S
@@ -197,25 +207,25 @@ class Budget:
         return self._left_s > 0
 
     def add(self, gained_s: float) -> None:
-        """Add gained seconds; negative values are losses."""
+        """Add gained seconds to the budget; negative values are losses."""
         self._left_s = min(MOST_GAINED_S, self._left_s + gained_s)
 
-    def took(self, step_s: float) -> None:
-        """Add the share of a finished step without draft tokens."""
+    def record_step(self, step_s: float) -> None:
+        """Add the share that a step of `step_s` seconds without draft tokens earns."""
         if self._left_s < BUDGET_S:
             self._left_s = min(BUDGET_S, self._left_s + BUDGET_SHARE * step_s)
 
 
 class Record:
-    """Estimate the acceptance rate of one sequence's draft tokens."""
+    """Estimates the acceptance rate of one sequence's draft tokens."""
 
     def __init__(self) -> None:
-        self._num_come = self._num_missed = 0.0  # decayed counts
+        self._num_accepted = self._num_missed = 0.0  # decayed counts
 
-    def add(self, num_draft_tokens: int, num_come: int) -> None:
-        """Record that the first `num_come` of `num_draft_tokens` draft tokens were accepted."""
-        self._num_come = KEPT * self._num_come + num_come
-        self._num_missed = KEPT * self._num_missed + (num_come < num_draft_tokens)
+    def add(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Record that the first `num_accepted` of `num_draft_tokens` draft tokens were accepted."""
+        self._num_accepted = KEPT * self._num_accepted + num_accepted
+        self._num_missed = KEPT * self._num_missed + (num_accepted < num_draft_tokens)
 
     def probability(self, num_matching: int) -> float:
         """Return the probability that the next draft token is accepted behind a match of `num_matching` tokens.
@@ -225,20 +235,26 @@ class Record:
         return self.expected(num_matching / (num_matching + 2), num_matching / 2)
 
     def expected(self, probability: float, weight: float) -> float:
-        """Return the acceptance probability from a prior `probability` that weighs as much as `weight` draft tokens."""
-        return (self._num_come + weight * probability) / (self._num_come + self._num_missed + weight)
+        """Return the acceptance probability, given a prior that weighs as much as `weight` draft tokens."""
+        return (self._num_accepted + weight * probability) / (self._num_accepted + self._num_missed + weight)
 
     def forget(self) -> None:
-        """Decay the record."""
-        self._num_come, self._num_missed = KEPT * self._num_come, KEPT * self._num_missed
+        """Reduce the weight of what is recorded."""
+        self._num_accepted, self._num_missed = KEPT * self._num_accepted, KEPT * self._num_missed
 
     def num_worth_it(self, num_matching: int, least_probability: float, most: int) -> int:
-        """Return how many draft tokens in a row are accepted with at least this probability, including the last."""
+        """Return how many draft tokens, at most `most`, are all accepted with probability `least_probability` or more.
+
+        `num_matching` is as in `probability`.
+        """
         return num_in_a_row(self.probability(num_matching), least_probability, most)
 
 
 def num_in_a_row(each: float, least_probability: float, most: int) -> int:
-    """Return how many draft tokens reach `least_probability` if each is accepted with probability `each`."""
+    """Return how many draft tokens, at most `most`, are all accepted with probability `least_probability` or more.
+
+    `each` is the probability that one is accepted if those before it were.
+    """
     if each < least_probability:
         return 0
     if least_probability <= 0 or each >= 1:
@@ -254,7 +270,7 @@ WEIGHT: Final = 2  # of the rate of all sequences, in draft tokens
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """Describe a draft model: its own blocks, the longest text that it reads, and its time."""
+    """The sizes and the speed of a draft model."""
 
     num_blocks: int
     block_size: int
@@ -285,15 +301,15 @@ class _DraftText:
 
 
 class Drafts:
-    """Plan the draft model of one node."""
+    """Plans which draft tokens the draft model of one node writes, and in which of its own blocks."""
 
     def __init__(
-        self, node_requests: NodeRequests, model: DraftModel, gate: Gate, num_draft_tokens: int, most_rows: int
+        self, node_requests: NodeRequests, model: DraftModel, costs: DraftCosts, num_draft_tokens: int, most_rows: int
     ) -> None:
         self._node_requests = node_requests
         self._model = model
         self._allocator = BlockAllocator(model.num_blocks, caching=False)
-        self._gate = gate
+        self._costs = costs
         self._budget = Budget()
         self._num_draft_tokens = num_draft_tokens
         self._most_rows = most_rows
@@ -305,13 +321,17 @@ class Drafts:
         self._is_stopped = False
 
     def plan(self) -> list[DraftWork]:
-        """Return the work of the draft model before the next step; no step runs meanwhile.
+        """Return the works of the draft model before the next step of the node; empty if it writes nothing.
 
-        The caller must call `drafted` or `failed` afterwards, unless the list is empty.
+        No step may run meanwhile. The caller must call `drafted` or `failed` afterwards, unless the list is empty.
         """
         self._let_go()
         self._num_sequences = num_sequences = self._node_requests.count(RequestState.RUNNING)
-        if not num_sequences or self._node_requests.count(RequestState.PREFILLING) or not self.may_open(num_sequences):
+        if (
+            not num_sequences
+            or self._node_requests.count(RequestState.PREFILLING)
+            or not self.may_draft_next(num_sequences)
+        ):
             return []
         least_probability = self._least_probability(num_sequences)
         works: list[DraftWork] = []
@@ -324,16 +344,19 @@ class Drafts:
                 room -= work.num_draft_tokens
         return works
 
-    def may_open(self, num_sequences: int) -> bool:
-        """Return whether the draft model may run between two steps of `num_sequences` sequences."""
+    def may_draft_next(self, num_sequences: int) -> bool:
+        """Return whether the draft model may run between two steps of `num_sequences` sequences.
+
+        It must not have failed, must have budget left, and its draft tokens must be worth their time.
+        """
         return not self._is_stopped and self._budget.is_open and self._least_probability(num_sequences) < 1
 
     def drafted(self, works: Sequence[DraftWork], draft_tokens: Sequence[list[int]], draft_s: float) -> None:
-        """Record the draft tokens of the planned work."""
+        """Record the draft tokens that the planned works gave, and the `draft_s` seconds that they took."""
         num_read, num_draft_tokens = sum(map(_num_read, works)), sum(map(len, draft_tokens))
         self._budget.add(-draft_s)
         if num_draft_tokens and not num_read:
-            self._gate.drafted(self._num_sequences, num_draft_tokens, draft_s)
+            self._costs.drafted(self._num_sequences, num_draft_tokens, draft_s)
         for (node_request, text), work, written in zip(self._running, works, draft_tokens, strict=True):
             text.num_computed += work.share.num_tokens
             text.num_tokens, text.written = text.num_computed, written
@@ -341,49 +364,52 @@ class Drafts:
         self._running = []
 
     def failed(self) -> None:
-        """Stop the draft model for good after a failure."""
+        """Stop the draft model for good, after its failure."""
         self._is_stopped = True
         self._running = []
 
-    def opens(self, num_sequences: int) -> bool:
-        """Return whether the next step may have draft tokens."""
+    def may_draft(self, num_sequences: int) -> bool:
+        """Return whether draft tokens were written for the next step."""
         return any(text is not None and text.written for text in self._texts.values())
 
     def draft_tokens(self, node_request: NodeRequest, most: int) -> list[int]:
-        """Return at most `most` draft tokens behind the current text."""
+        """Return at most `most` draft tokens behind the sequence's current tokens.
+
+        None are returned if they were written behind earlier tokens.
+        """
         text = self._texts.get(node_request)
         is_of_now = text is not None and text.num_tokens == len(node_request.request.token_ids)
         return text.written[:most] if text is not None and is_of_now else []
 
-    def came(self, node_request: NodeRequest, num_draft_tokens: int, num_come: int) -> None:
-        """Record that the first `num_come` draft tokens of a sequence were accepted."""
-        self._record.add(num_draft_tokens, num_come)
+    def record_acceptance(self, node_request: NodeRequest, num_draft_tokens: int, num_accepted: int) -> None:
+        """Record that the first `num_accepted` of a sequence's draft tokens were accepted."""
+        self._record.add(num_draft_tokens, num_accepted)
         if (text := self._texts.get(node_request)) is not None:
-            text.record.add(num_draft_tokens, num_come)
+            text.record.add(num_draft_tokens, num_accepted)
 
-    def took(self, num_sequences: int, num_draft_tokens: int, num_come: int, step_s: float) -> None:
-        """Record a finished decode step."""
+    def record_step(self, num_sequences: int, num_draft_tokens: int, num_accepted: int, step_s: float) -> None:
+        """Record a finished decode step of `step_s` seconds: what it earned, or gained and lost by its draft tokens."""
         if num_draft_tokens:
-            plain_s = self._gate.plain_s(num_sequences) or step_s
-            self._budget.add(plain_s - step_s + num_come * plain_s / num_sequences)
+            plain_s = self._costs.plain_s(num_sequences) or step_s
+            self._budget.add(plain_s - step_s + num_accepted * plain_s / num_sequences)
             return
-        self._budget.took(step_s)
+        self._budget.record_step(step_s)
         self._num_plain += 1
         if self._num_plain % FORGET_STEPS == 0:
             self._record.forget()
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of draft-model blocks in use."""
+        """Return how many of the draft model's blocks are in use."""
         return self._allocator.num_blocks - self._allocator.num_free
 
     def check_integrity(self) -> None:
-        """Assert that every block is free or belongs to a sequence."""
+        """Raise AssertionError unless every block of the draft model is free or belongs to a sequence."""
         self._allocator.check_integrity()
         assert not self._allocator.num_leaked([text.lease for text in self._texts.values() if text is not None])
 
     def _least_probability(self, num_sequences: int) -> float:
-        return self._gate.least_probability_of_drafts(num_sequences, self._model.step_s)
+        return self._costs.least_probability_of_drafts(num_sequences, self._model.step_s)
 
     def _let_go(self) -> None:
         """Release the texts of sequences that have left the node."""
@@ -449,26 +475,26 @@ def _num_read(work: DraftWork) -> int:
 
 
 MOST_ROWS: Final = 64  # tokens of a step with draft tokens
-MOST_TAKEN_IN: Final = 1024  # tokens of a text that are indexed in one step
+MOST_INDEXED: Final = 1024  # tokens of a text that are indexed in one step
 
 
 class Source(Protocol):
-    """Provide draft tokens."""
+    """A source of draft tokens: prompt lookup or a draft model."""
 
-    def opens(self, num_sequences: int) -> bool:
-        """Return whether a step of `num_sequences` sequences may have draft tokens."""
+    def may_draft(self, num_sequences: int) -> bool:
+        """Return whether a step of `num_sequences` sequences may have draft tokens. Call before `draft_tokens`."""
 
-    def may_open(self, num_sequences: int) -> bool:
+    def may_draft_next(self, num_sequences: int) -> bool:
         """Return whether the step behind a running one may have draft tokens, as far as known while that one runs."""
 
     def draft_tokens(self, node_request: NodeRequest, most: int) -> list[int]:
-        """Return the draft tokens of one sequence that are worth their time, at most `most`."""
+        """Return at most `most` draft tokens of one sequence that are worth their time."""
 
-    def came(self, node_request: NodeRequest, num_draft_tokens: int, num_come: int) -> None:
-        """Record that the first `num_come` draft tokens of a sequence were accepted."""
+    def record_acceptance(self, node_request: NodeRequest, num_draft_tokens: int, num_accepted: int) -> None:
+        """Record that the first `num_accepted` of a sequence's `num_draft_tokens` draft tokens were accepted."""
 
-    def took(self, num_sequences: int, num_draft_tokens: int, num_come: int, step_s: float) -> None:
-        """Record a finished step of `num_sequences` sequences without prompts."""
+    def record_step(self, num_sequences: int, num_draft_tokens: int, num_accepted: int, step_s: float) -> None:
+        """Record a finished step of `step_s` seconds and `num_sequences` sequences, without prompts."""
 
 
 class _Text:
@@ -480,38 +506,38 @@ class _Text:
 
 
 class Lookups:
-    """Draft tokens by prompt lookup."""
+    """A Source of draft tokens by prompt lookup."""
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+    def __init__(self, costs: DraftCosts) -> None:
+        self._costs = costs
         self._least_probability = 1.0
         self._texts: WeakKeyDictionary[NodeRequest, _Text] = WeakKeyDictionary()
 
-    def opens(self, num_sequences: int) -> bool:
-        self._least_probability = self._gate.least_probability(num_sequences)
+    def may_draft(self, num_sequences: int) -> bool:
+        self._least_probability = self._costs.least_probability(num_sequences)
         return self._least_probability < 1
 
-    def may_open(self, num_sequences: int) -> bool:
-        return self._gate.least_probability(num_sequences) < 1
+    def may_draft_next(self, num_sequences: int) -> bool:
+        return self._costs.least_probability(num_sequences) < 1
 
     def draft_tokens(self, node_request: NodeRequest, most: int) -> list[int]:
         text, token_ids = self._texts.setdefault(node_request, _Text()), node_request.request.token_ids
-        if not text.lookup.take_in(token_ids, MOST_TAKEN_IN):
+        if not text.lookup.index(token_ids, MOST_INDEXED):
             return []
         place, num_matching = text.lookup.find(token_ids)
         most = text.record.num_worth_it(num_matching, self._least_probability, most) if num_matching else 0
         return following(token_ids, place, most)
 
-    def came(self, node_request: NodeRequest, num_draft_tokens: int, num_come: int) -> None:
-        self._texts[node_request].record.add(num_draft_tokens, num_come)
+    def record_acceptance(self, node_request: NodeRequest, num_draft_tokens: int, num_accepted: int) -> None:
+        self._texts[node_request].record.add(num_draft_tokens, num_accepted)
 
-    def took(self, num_sequences: int, num_draft_tokens: int, num_come: int, step_s: float) -> None:
-        """Do nothing: the gate has the measurement."""
+    def record_step(self, num_sequences: int, num_draft_tokens: int, num_accepted: int, step_s: float) -> None:
+        """Do nothing: the costs have the measurement."""
 
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Count draft tokens from the node's start."""
+    """Counts of draft tokens since the node's start."""
 
     num_drafts: int = 0  # scheduled sequences that had draft tokens
     num_proposed: int = 0  # draft tokens
@@ -519,7 +545,7 @@ class SpeculationCounts:
 
 
 class Speculation:
-    """Add draft tokens to the steps of one node."""
+    """Adds draft tokens to the steps of one node."""
 
     def __init__(
         self,
@@ -541,16 +567,19 @@ class Speculation:
         self.is_on: Final = num_draft_tokens > 0  # otherwise the caller asks nothing further
         self._num_draft_tokens = num_draft_tokens
         self._most_rows = min(MOST_ROWS, most_tokens)
-        self._gate = Gate()
+        self._costs = DraftCosts()
         self.drafts: Drafts | None = None
         if draft_model is not None and num_draft_tokens:
-            self.drafts = Drafts(node_requests, draft_model, self._gate, num_draft_tokens, self._most_rows)
-        self._source: Source = self.drafts or Lookups(self._gate)
+            self.drafts = Drafts(node_requests, draft_model, self._costs, num_draft_tokens, self._most_rows)
+        self._source: Source = self.drafts or Lookups(self._costs)
         self.counts = SpeculationCounts()
 
     def extend(self, works: list[Work]) -> list[Work]:
-        """Return the planned step with draft tokens where they are worth their time."""
-        if self._node_requests.count(RequestState.PREFILLING) or not self._source.opens(len(works)):
+        """Return the works of a planned step, with draft tokens where they are worth their time.
+
+        A step with prompts is returned as it is.
+        """
+        if self._node_requests.count(RequestState.PREFILLING) or not self._source.may_draft(len(works)):
             return works
         extended, room = [], self._most_rows - len(works)
         for work in works:
@@ -561,10 +590,10 @@ class Speculation:
 
     def may_extend(self, num_sequences: int) -> bool:
         """Return whether the step behind a running one of `num_sequences` sequences may get draft tokens."""
-        return self._source.may_open(num_sequences)
+        return self._source.may_draft_next(num_sequences)
 
-    def took(self, works: Sequence[Work], nums_given: Sequence[int], step_s: float) -> None:
-        """Record a finished decode step that gave `nums_given[i]` tokens to `works[i]`."""
+    def record_step(self, works: Sequence[Work], nums_given: Sequence[int], step_s: float) -> None:
+        """Count a finished decode step that gave `nums_given[i]` tokens to `works[i]`, and learn from its duration."""
         counts, num_proposed, num_accepted = self.counts, 0, 0
         for work, num_given in zip(works, nums_given, strict=True):
             if not work.draft_tokens:
@@ -572,11 +601,11 @@ class Speculation:
             counts.num_drafts += 1
             num_proposed += len(work.draft_tokens)
             num_accepted += num_given - 1
-            self._source.came(self._node_requests.of(work.request), len(work.draft_tokens), num_given - 1)
+            self._source.record_acceptance(self._node_requests.of(work.request), len(work.draft_tokens), num_given - 1)
         counts.num_proposed += num_proposed
         counts.num_accepted += num_accepted
-        self._gate.took(len(works), num_proposed, step_s)
-        self._source.took(len(works), num_proposed, num_accepted, step_s)
+        self._costs.record_step(len(works), num_proposed, step_s)
+        self._source.record_step(len(works), num_proposed, num_accepted, step_s)
 
     def _draft_tokens(self, work: Work, room: int) -> list[int]:
         """Return the draft tokens of one sequence, at most `room`."""

@@ -336,7 +336,7 @@ class KVReceiver:
         session = self._ended.get(message.transfer_id, self._loop.time())
         if session is not None:
             for action in session.handle(message, self._loop.time()):
-                assert isinstance(action, Reply), "an ended session wants more than to answer"
+                assert isinstance(action, Reply), "an ended session only replies"
                 self.reply(peer, action.message)
         elif not isinstance(message, Abort):
             self.reply(peer, Refused(message.transfer_id, message.epoch, Refusal.UNKNOWN_TRANSFER))

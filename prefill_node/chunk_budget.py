@@ -38,7 +38,7 @@ FIXED_SHARE: Final = 0.2  # limit for the share of fixed costs in a step that is
 
 
 class StepPace(NamedTuple):
-    """Describe the steps of a node.
+    """How fast a node computes prompts in its steps.
 
     A step takes `bare_s` seconds without prompts, computes at most `num_tokens` prompt tokens, and rarely takes longer
     than `factor` times the expected time.
@@ -53,7 +53,7 @@ class StepPace(NamedTuple):
 class _Step:
     """Hold a planned step that has sequences or prompts with limits."""
 
-    answers: Sequence[NodeRequest]
+    running: Sequence[NodeRequest]
     now: float
     is_weighed: bool = False  # whether the fields below are computed
     bare_s: float = 0.0  # without chunks
@@ -70,7 +70,10 @@ class _Step:
 
 
 class ChunkBudget:
-    """Limit what the prompts of one node take of each step: `begin`, then `afford` for each chunk, then `took`."""
+    """Limits how many tokens of prompts each step of a node computes, so that running sequences meet their TPOT.
+
+    Call `begin`, then `afford` for each chunk, then `record_step`.
+    """
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
@@ -85,7 +88,7 @@ class ChunkBudget:
         self._given_s: deque[float] = deque(maxlen=NUM_RECENT)  # TTFT budget of recent prompts at their arrival
 
     def pace(self, budget: int) -> StepPace:
-        """Return the pace of the steps that compute prompts, with at most `budget` tokens each.
+        """Return how fast steps compute prompts, with at most `budget` tokens each.
 
         Call after `begin`, and only if a prompt has a limit. The slack of running sequences is not subtracted, since it
         does not stay low for long.
@@ -101,16 +104,22 @@ class ChunkBudget:
         """Return the factor over the expected time that the mean of steps without chunks rarely exceeds."""
         return self._decode_margin.factor
 
-    def begin(self, answers: Sequence[NodeRequest], prompts: Sequence[NodeRequest], now: float) -> None:
-        """Begin a step in which each sequence in `answers` gets a token and chunks of `prompts` may be computed."""
+    def begin(self, running: Sequence[NodeRequest], prompts: Sequence[NodeRequest], now: float) -> None:
+        """Begin to plan a step in which each sequence of `running` gets a token, and chunks of `prompts` may be added.
+
+        `prompts` are ordered oldest first.
+        """
         self._note_new(prompts, now)
-        limits = [each.due for each in answers if each.due is not None]
+        limits = [each.due for each in running if each.due is not None]
         is_limited = any(due.tpot_s < math.inf for due in limits) or any(due_s(each) < math.inf for each in prompts)
-        self._step = _Step(answers, now) if is_limited else None
+        self._step = _Step(running, now) if is_limited else None
         self._is_limited = is_limited
 
     def afford(self, prompt: NodeRequest, num_tokens: int) -> int:
-        """Return how many of the next `num_tokens` prompt tokens the step may compute, and count them as planned."""
+        """Return how many of the next `num_tokens` tokens of a prompt fit into the step's time; count them as planned.
+
+        All of them if no request has a limit.
+        """
         step = self._step
         if step is None:
             return num_tokens
@@ -157,8 +166,8 @@ class ChunkBudget:
         most = self._costs.num_tokens_within(step.longest_s, prompt.num_computed, is_first=True)
         return most >= prompt.num_to_compute
 
-    def took(self, load: StepLoad, step_s: float, now: float) -> None:
-        """Record the load and the duration of a step that ended at `now`."""
+    def record_step(self, load: StepLoad, step_s: float, now: float) -> None:
+        """Record that the planned step, of this load, took `step_s` seconds and ended at `now`."""
         step, self._step = self._step, None
         if not load.num_prompt_tokens and self._is_limited:
             self._learn_decode(load, step_s)
@@ -186,10 +195,10 @@ class ChunkBudget:
         if step.is_weighed:
             return
         step.is_weighed = True
-        num_cached = sum(each.num_computed for each in step.answers)
-        step.bare_s = self._costs.step_s(StepLoad(len(step.answers), num_cached))
+        num_cached = sum(each.num_computed for each in step.running)
+        step.bare_s = self._costs.step_s(StepLoad(len(step.running), num_cached))
         step.factor = self._margin.factor
-        bank_s = least_bank_s(step.answers, step.now, step.bare_s)
+        bank_s = least_bank_s(step.running, step.now, step.bare_s)
         step.left_s = max(bank_s / step.factor - step.bare_s, self._owed_s)
         step.longest_s = step.beside_s = self._longest_s(step.bare_s)
 
@@ -212,13 +221,14 @@ class ChunkBudget:
         self._newest_age = prompts[-1].age if prompts else -1
 
 
-def least_bank_s(answers: Sequence[NodeRequest], now: float, step_s: float) -> float:
-    """Return the least seconds until the next token of a sequence is due, over sequences that are not lost.
+def least_bank_s(running: Sequence[NodeRequest], now: float, step_s: float) -> float:
+    """Return the least time in seconds until the next token of a running sequence is due.
 
-    Steps take `step_s` seconds. The result is inf without such a sequence.
+    Sequences that are lost, being late also without prompts if steps take `step_s` seconds, do not count. inf if none
+    is left.
     """
     banks_s = [math.inf]
-    for each in answers:
+    for each in running:
         if each.due is None:
             continue
         index = each.request.num_output_tokens
@@ -231,5 +241,5 @@ def least_bank_s(answers: Sequence[NodeRequest], now: float, step_s: float) -> f
 
 
 def due_s(prompt: NodeRequest) -> float:
-    """Return the deadline of the token that the prompt is computed for; inf without a deadline."""
+    """Return the time at which the prompt's next output token is due; inf without a deadline."""
     return math.inf if prompt.due is None else prompt.due.token_s(prompt.request.num_output_tokens)

@@ -7,10 +7,10 @@ from serving_core.requests import Share
 
 
 def overlapped(parts: Iterable[tuple[int, Share]], min_tokens: int) -> list[tuple[int, Share]]:
-    """Return the parts of a step whose blocks leave while later layers are computed; the others leave at its end.
+    """Return those parts of a step whose blocks are sent while later layers are computed.
 
-    A part is the epoch of an attempt and its share. Decode steps, and prompts below `min_tokens` that are computed as a
-    whole, leave at the end.
+    A part is the epoch of an attempt and its scheduled tokens. The other parts, decode steps and prompts below
+    `min_tokens` that are computed as a whole, are sent at the end of the step.
     """
     return [(epoch, share) for epoch, share in parts if not _is_short(share, min_tokens)]
 
@@ -20,9 +20,10 @@ def _is_short(share: Share, min_tokens: int) -> bool:
 
 
 def final_blocks(share: Share, layout: KVLayout) -> Sequence[int]:
-    """Return the blocks that no later chunk writes to: full blocks, and after the last chunk also the last block.
+    """Return the leading blocks of a request that no later step writes to, given its scheduled tokens.
 
-    A fixed state comes first and is final after the last chunk, so that no block is final before.
+    These are the full blocks, and after the last chunk also the last block. A fixed state comes first and is final
+    after the last chunk, so that no block is final before.
     """
     num_tokens = share.start + share.num_tokens
     if share.samples:

@@ -53,7 +53,7 @@ class _Step:
 
 
 class PrefillScheduler:
-    """Schedule the prompts of one node."""
+    """Schedules the prompts of one node."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class PrefillScheduler:
     ) -> None:
         """Create the scheduler.
 
-        `fit` returns for a request with distributed KV how many of `num_tokens` tokens have blocks.
+        `fit(request, num_tokens)` returns for a request with distributed KV how many of the tokens have blocks.
         """
         self._fit = fit
         self._node_requests = node_requests
@@ -79,7 +79,7 @@ class PrefillScheduler:
     def check(self, num_tokens: int, *, may_grow_out: bool = False) -> None:
         """Raise RequestError if the queue is full or a prompt of `num_tokens` can never fit into the pool.
 
-        With `may_grow_out` the prompt may exceed the pool (distributed KV).
+        With `may_grow_out` the prompt may exceed the pool, as with distributed KV.
         """
         num_blocks = self._leases.blocks_for(num_tokens)
         if num_blocks > self._leases.num_blocks and not may_grow_out:
@@ -95,13 +95,14 @@ class PrefillScheduler:
         budget: int,
         may_start: Callable[[NodeRequest], bool],
         start: Callable[[NodeRequest], bool],
-        answers: Sequence[NodeRequest],
+        running: Sequence[NodeRequest],
         now: float,
     ) -> list[Work]:
-        """Return chunks of at most `budget` tokens in total, within the time that the sequences in `answers` leave.
+        """Return the chunks of prompts in the next step, at most `budget` tokens in total.
 
-        `start` allocates the blocks of a prompt; if blocks are short, younger prompts without blocks wait too. Prompts
-        for which `may_start` is false are passed over. The caller must call `chunk_budget.took`
+        The sequences in `running`, which get a token in the step, limit its time. `may_start` tells whether a waiting
+        prompt may start; if not, it is passed over. `start` allocates the blocks of a prompt and returns whether there
+        were enough; if not, younger prompts without blocks wait too. The caller must call `chunk_budget.record_step`
         when the step is done.
         """
         prompts = [
@@ -109,14 +110,14 @@ class PrefillScheduler:
             for each in self._node_requests.in_state(RequestState.WAITING, RequestState.PREFILLING)
             if not each.is_ending
         ]
-        self.chunk_budget.begin(answers, prompts, now)
+        self.chunk_budget.begin(running, prompts, now)
         step = _Step(budget, least_shared=max(self._leases.block_size, int(budget * SHARED)))
         for node_request in self._order.of(prompts, now, lambda: self.chunk_budget.pace(budget)):
             if step.budget == 0 or step.num_passable == 0:
                 break
             if node_request.state is RequestState.PREFILLING or self._starts(node_request, step, may_start, start):
                 self._add_chunk(node_request, step)
-        self._order.took(step.works)
+        self._order.record_plan(step.works)
         return step.works
 
     def _starts(
@@ -153,7 +154,7 @@ class PrefillScheduler:
         step.budget = step.budget - num_tokens if num_tokens == num_asked else 0
 
     def start(self, node_request: NodeRequest, *, num_spare: int) -> bool:
-        """Allocate the blocks of a whole prompt if that leaves `num_spare` blocks free. Return whether it did."""
+        """Allocate the blocks of a whole prompt if that leaves `num_spare` blocks free; return whether it did."""
         return self._leases.take(
             node_request,
             self.tokens_to_hold(node_request),
@@ -162,13 +163,13 @@ class PrefillScheduler:
         )
 
     def num_needed(self, node_request: NodeRequest) -> int:
-        """Return the free blocks that the start of a prompt takes."""
+        """Return how many free blocks the start of a prompt would take."""
         return self._leases.num_needed(
             node_request, self.tokens_to_hold(node_request), num_cacheable=num_cacheable(node_request)
         )
 
     def tokens_to_hold(self, node_request: NodeRequest) -> int:
-        """Return the tokens for which a prompt gets blocks at its start.
+        """Return for how many tokens a prompt gets blocks at its start.
 
         A new prompt that is decoded on this node includes its first output token. A request with distributed KV gets
         further blocks as it proceeds.
@@ -202,19 +203,22 @@ class PrefillScheduler:
         )
 
     def take_hopeless(self) -> Sequence[NodeRequest]:
-        """Return, once, the prompts that the last plan left out because they must be refused."""
+        """Return the prompts that the last plan left out since they cannot meet their deadline, and forget them.
+
+        The caller must refuse them.
+        """
         return self._order.take_hopeless()
 
     @property
     def oldest_age(self) -> float:
-        """Return the age of the oldest prompt on the node; inf if there is none."""
+        """Return the age number of the oldest waiting or prefilling prompt on the node; inf if there is none."""
         return next(
             (each.age for each in self._node_requests.in_state(RequestState.WAITING, RequestState.PREFILLING)), math.inf
         )
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Return the prompt tokens still to be computed, as far as known before a prompt starts."""
+        """Return how many prompt tokens are still to be computed, less those in the prefix cache."""
         return sum(
             each.num_to_compute if each.lease is not None else each.num_to_compute - self._num_held(each)
             for each in self._node_requests.in_state(RequestState.WAITING, RequestState.PREFILLING)
@@ -228,7 +232,7 @@ class PrefillScheduler:
         self.count(node_request)
 
     def count(self, node_request: NodeRequest) -> None:
-        """Count a prompt that has its blocks in the token totals, once for each request."""
+        """Add a prompt that has its blocks to num_prompt_tokens and num_cached_tokens, once for each request."""
         if not node_request.is_counted:
             node_request.is_counted = True
             self.num_prompt_tokens += node_request.num_given
@@ -236,7 +240,7 @@ class PrefillScheduler:
 
 
 def num_cacheable(node_request: NodeRequest) -> int:
-    """Return the leading tokens of a prompt that can be taken from the prefix cache.
+    """Return how many leading tokens of a prompt may be taken from the prefix cache instead of being computed.
 
     The last token is excluded if a token is sampled from its logits. Tokens whose logits are still needed for scores
     are excluded. With mean pooling the result is 0.
@@ -257,7 +261,7 @@ FLOOR: Final = 0.05  # share of computed prompt tokens that the oldest overtaken
 
 
 class PromptOrder:
-    """Order the prompts of one node: call `of`, then `took` with the planned chunks."""
+    """Orders the prompts of one node: call `of`, then `record_plan` with the planned chunks."""
 
     def __init__(self, costs: StepCosts, num_held: Callable[[NodeRequest], int] = lambda _: 0) -> None:
         """Create the order.
@@ -271,7 +275,7 @@ class PromptOrder:
         self._first: frozenset[Request] = frozenset()  # prompts that come before `_oldest`
 
     def of(self, prompts: list[NodeRequest], now: float, pace: Callable[[], StepPace]) -> list[NodeRequest]:
-        """Return these prompts, given oldest first, in the order in which they are computed.
+        """Return these prompts, given oldest first, in the order in which they are to be computed.
 
         Leaves out prompts that must be refused, because they cannot be in time: call `take_hopeless` afterwards. `pace`
         is called only if a prompt has a deadline.
@@ -292,12 +296,15 @@ class PromptOrder:
         return ordered
 
     def take_hopeless(self) -> list[NodeRequest]:
-        """Return, once, the prompts that the last order left out; they cannot be in time and must be refused."""
+        """Return the prompts that the last order left out since they cannot be in time, and forget them.
+
+        The caller must refuse them.
+        """
         hopeless, self._hopeless = self._hopeless, []
         return hopeless
 
-    def took(self, works: Sequence[Work]) -> None:
-        """Record which prompt tokens the planned step computes."""
+    def record_plan(self, works: Sequence[Work]) -> None:
+        """Record the chunks of the planned step, by which the oldest overtaken prompt earns its share."""
         for work in works:
             if work.request is self._oldest:
                 self._num_owed = max(0.0, self._num_owed - work.num_tokens)

@@ -49,7 +49,7 @@ LACKING: Final = (*WITHOUT, RequestState.PREFILLING, RequestState.PREFILLED, Req
 
 
 def credit_order(node_request: NodeRequest) -> tuple[int, int, int]:
-    """Return the sort key by which requests get credit.
+    """Return the sort key by which requests get credit, lowest first.
 
     Prefilled requests come first, by age: their clients have a token and wait. Then come requests still to be
     prefilled, in the expected order of prefill: with a TTFT deadline, by priority, by age.
@@ -60,19 +60,22 @@ def credit_order(node_request: NodeRequest) -> tuple[int, int, int]:
 
 
 class Reserve:
-    """Keep blocks free beside those that requests of this node get. This one keeps none."""
+    """Blocks that are kept free beside those which requests of this node get. This class keeps none."""
 
-    def gate(self, num_blocks: Callable[[NodeRequest], int]) -> Callable[[NodeRequest], bool]:
-        """Return a function that tells, for requests in turn, whether they leave enough blocks."""
+    def reserve_rule(self, num_blocks: Callable[[NodeRequest], int]) -> Callable[[NodeRequest], bool]:
+        """Return a function that tells, for one request after another, whether it leaves the reserved blocks free.
+
+        `num_blocks` returns the blocks that a request would take.
+        """
         return lambda node_request: True
 
     def held_back_from(self) -> float:
-        """Return the age from which requests leave blocks free; inf without a restriction."""
+        """Return the age number above which requests must leave the reserved blocks free; inf if none are."""
         return math.inf
 
 
 class Admission:
-    """Allocate the blocks and running slots of one node to prefill and decode."""
+    """Allocates the blocks and running slots of one node to prefill and decode."""
 
     def __init__(
         self,
@@ -98,10 +101,10 @@ class Admission:
         self.reserve = Reserve()  # of blocks for other nodes
 
     def admit(self) -> Iterator[NodeRequest]:
-        """Start kept requests; then give credit in `credit_order`, and yield the requests that get it.
+        """Start prefilled requests that are kept here; then reserve blocks for others, and yield these.
 
-        Blocks stay reserved for earlier prompts (the oldest, and preempted ones) and for requests that wait to share
-        blocks.
+        They are in `credit_order`. Blocks stay reserved for earlier prompts (the oldest, and preempted ones) and for
+        requests that wait to share blocks.
         """
         self._next_without, self._sharers = None, []
         if not self._node_requests.count(RequestState.WAITING_FOR_BLOCKS, RequestState.PREFILLED):
@@ -111,7 +114,7 @@ class Admission:
             return
         if self.num_running() >= self.num_slots and not self._unready():  # however many requests wait
             return
-        leaves_enough = self.reserve.gate(self._preallocation.num_to_hold)
+        leaves_enough = self.reserve.reserve_rule(self._preallocation.num_to_hold)
         for node_request in sorted(self._node_requests.in_state(RequestState.WAITING_FOR_BLOCKS), key=credit_order):
             if node_request.is_ending or node_request.is_compiling:
                 continue
@@ -166,14 +169,14 @@ class Admission:
         return [each for each in credited if can_preempt(each) and not each.is_ready and not each.has_arrived]
 
     def num_running(self) -> int:
-        """Return the sequences that decode here or will as soon as their KV is complete; each needs more blocks."""
-        being_read = self._node_requests.in_state(RequestState.PREFILLING)
-        return self._node_requests.count(*SLOTED) + sum([not each.only_prefills for each in being_read])
+        """Return how many sequences have a running slot: they decode here, or will as soon as their KV is complete."""
+        prefilling = self._node_requests.in_state(RequestState.PREFILLING)
+        return self._node_requests.count(*SLOTED) + sum([not each.only_prefills for each in prefilling])
 
     def num_blocks_wanted(self) -> int:
-        """Return the blocks that are not available to other nodes.
+        """Return how many blocks other nodes cannot have.
 
-        These are the needs of requests without blocks, plus one block for each sequence.
+        These are the needs of requests without blocks, plus one block for each running sequence.
         """
         without = self._node_requests.in_state(*WITHOUT)
         needed = [
@@ -185,9 +188,9 @@ class Admission:
         return sum(needed) + self.num_running()
 
     def start_kept(self) -> bool:
-        """Start decode of kept, prefilled requests as running slots come free, unless older requests need the slots.
+        """Let prefilled requests that are kept on this node decode, as slots are free; return whether any started.
 
-        Returns whether any request started.
+        Slots that older requests need are left to them.
         """
         num_older, has_running = 0, False
         if not any(each.is_kept for each in self._node_requests.in_state(RequestState.PREFILLED)):
@@ -205,13 +208,13 @@ class Admission:
         return has_running
 
     def start_rule(self, must_wait: Callable[[NodeRequest, int], bool]) -> Callable[[NodeRequest], bool]:
-        """Return a function that tells, for prompts in turn, whether they may start in this step.
+        """Return a function that tells, for one waiting prompt after another, whether it may start in this step.
 
         All prompts wait for older requests that lack blocks. Prompts for other nodes wait under the cap. Prompts that
         decode here wait if sequences beside them would miss their TPOT. `must_wait` tells whether a prompt waits for
         cached blocks, given the blocks to be left free.
         """
-        leaves_enough = self.reserve.gate(self._prefill.num_needed)
+        leaves_enough = self.reserve.reserve_rule(self._prefill.num_needed)
         is_full, capped = False, math.inf  # prompts for other nodes wait from this age on
 
         def may_start(node_request: NodeRequest) -> bool:
@@ -238,7 +241,10 @@ class Admission:
         return self._has_free_slot and self.num_running() < slots_in_time(self._running(), self._costs)
 
     def start(self, node_request: NodeRequest) -> bool:
-        """Allocate the blocks of a prompt that may start. Return whether there were enough."""
+        """Allocate the blocks of a prompt that may start; return whether there were enough.
+
+        May evict younger prefilled prompts for a prompt of another node.
+        """
         if node_request.is_outgoing:
             self._cap.make_room(node_request)
         return self._prefill.start(node_request, num_spare=self._num_spare(node_request))
@@ -276,7 +282,7 @@ class Admission:
         return any(map(_lets_go_soon, self._node_requests))
 
     def lacking(self) -> Iterator[NodeRequest]:
-        """Iterate over the requests that could continue if others were preempted, oldest first."""
+        """Yield the requests that could continue if others were preempted, oldest first."""
         return (each for each in self._node_requests.in_state(*LACKING) if self._lacks_room(each))
 
     def prefer(self, node_request: NodeRequest) -> None:
@@ -284,7 +290,7 @@ class Admission:
         self._preferred = node_request
 
     def num_blocks_for(self, node_request: NodeRequest) -> int:
-        """Return the blocks that a request needs to continue, including the blocks it has."""
+        """Return how many blocks a request needs to continue, including the blocks that it has."""
         if node_request.state is RequestState.WAITING:
             return self._prefill.num_needed(node_request)
         if node_request.state is RequestState.WAITING_FOR_BLOCKS:
@@ -317,7 +323,7 @@ class Admission:
         return (older is not None and older.age < node_request.age) or self.is_behind(node_request.age)
 
     def is_behind(self, age: int) -> bool:
-        """Return whether an older request, for which others were preempted, still has no blocks."""
+        """Return whether an older request than `age`, for which others were preempted, still has no blocks."""
         preferred = self._preferred
         if preferred is None or preferred not in self._node_requests or not self._waits(preferred):
             self._preferred = None
@@ -325,8 +331,8 @@ class Admission:
         return not preferred.is_ending and preferred.age < age
 
     def _running(self) -> list[NodeRequest]:
-        being_read = [each for each in self._node_requests.in_state(RequestState.PREFILLING) if not each.only_prefills]
-        return [*self._node_requests.in_state(*SLOTED), *being_read]
+        prefilling = [each for each in self._node_requests.in_state(RequestState.PREFILLING) if not each.only_prefills]
+        return [*self._node_requests.in_state(*SLOTED), *prefilling]
 
 
 def _needs_slot(node_request: NodeRequest) -> bool:
@@ -352,7 +358,7 @@ def _lets_go_soon(node_request: NodeRequest) -> bool:
 
 
 class PrefilledCap:
-    """Apply the cap of one node."""
+    """Limits the blocks that prompts prefilled for other nodes hold together."""
 
     def __init__(
         self, node_requests: NodeRequests, leases: Leases, prefill: PrefillScheduler, preemption: Preemption
@@ -363,14 +369,14 @@ class PrefilledCap:
         self._preemption = preemption
 
     def holds_back(self, node_request: NodeRequest) -> bool:
-        """Return whether a prompt for another node must wait until prompts that it cannot evict have left."""
+        """Return whether a prompt for another node must wait until prefilled prompts that it cannot evict have left."""
         if not node_request.is_outgoing or all(each.is_outgoing for each in self._node_requests):
             return False
         firm = [each for each in self._outgoing() if not _yields(each, node_request)]
         return bool(firm) and self._exceed(firm, node_request)
 
     def make_room(self, node_request: NodeRequest) -> None:
-        """Evict younger prefilled prompts with which a prompt for another node would exceed the cap."""
+        """Evict younger prefilled prompts until this prompt, for another node, fits under the cap."""
         if all(each.is_outgoing for each in self._node_requests):
             return
         for each in reversed(self._outgoing()):
@@ -407,7 +413,7 @@ def _yields(node_request: NodeRequest, older: NodeRequest) -> bool:
 
 
 class Arrivals:
-    """Admit requests to one node."""
+    """Checks the requests that the coordinator sends to one node, and adds them."""
 
     def __init__(
         self,
@@ -427,7 +433,7 @@ class Arrivals:
         self._holds_remote_kv = holds_remote_kv
 
     def take_in(self, job: fleet_pb2.Job, now: float, reserve: fleet_pb2.Reserve | None = None) -> NodeRequest:
-        """Add a request, for prefill for another node or, with `reserve`, for decode here.
+        """Add the request of a job, for prefill for another node or, with `reserve`, for decode here; return it.
 
         Raises RequestError, and then the request is not added.
         """

@@ -11,7 +11,7 @@ from serving_core.requests import Request
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Report one event to the coordinator, by the name of its field in fleet_pb2.NodeEvent."""
+    """Report one event to the coordinator; its key is the name of the field in fleet_pb2.NodeEvent."""
 
     event: dict[str, Any]
 
@@ -23,7 +23,10 @@ class SendHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class CompileGrammar:
-    """Compile the grammar of a request, and report `compiled`. Requests of one asker wait for each other."""
+    """Compile the grammar of a request, and report `compiled`.
+
+    Requests of one `asker` (API key) wait for each other.
+    """
 
     request: Request
     asker: str
@@ -31,7 +34,10 @@ class CompileGrammar:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Open the request's first `num_blocks` blocks to the node that has its KV; report `credited`, then `received`."""
+    """Open the request's first `num_blocks` blocks to the node that has its KV.
+
+    The worker reports `credited` when the descriptor is ready, then `received`.
+    """
 
     node_request: NodeRequest
     num_blocks: int
@@ -41,7 +47,7 @@ class Receive:
 class Send:
     """Begin a transfer by this descriptor; these leading blocks are final.
 
-    Report `caught_up` when all ready blocks have left, and `sent` at the end.
+    The worker reports `caught_up` when all ready blocks have left, and `sent` at the end.
     """
 
     epoch: int
@@ -51,7 +57,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendMore:
-    """Extend the final leading blocks of a transfer under way."""
+    """Extend the final leading blocks of a transfer under way to these."""
 
     epoch: int
     block_ids: list[int]
@@ -68,7 +74,10 @@ class FinishSend:
 
 @dataclass(frozen=True, slots=True)
 class FetchPrefix:
-    """Open these blocks, except the cached ones, to the node that offers them; report `credited`, then `received`."""
+    """Open these blocks, except the first `num_cached`, to the node that offers them.
+
+    The worker reports `credited` when the descriptor is ready, then `received`.
+    """
 
     offer: Offer
     block_ids: list[int]
@@ -91,7 +100,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Read these KV offload slots into these blocks on every rank; report `loaded`."""
+    """Read these KV offload slots into these blocks on every rank, then report `loaded`."""
 
     load_id: int
     slots: list[int]
@@ -100,14 +109,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class CancelLoad:
-    """Write no more blocks of this load."""
+    """End a load: none of its blocks is written afterwards."""
 
     load_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRemoteKV:
-    """Put leading blocks of the request, in whole tiles, on a KV holder with room; report `opened`."""
+    """Send leading blocks of the request, in whole tiles, to a KV holder with room, then report `opened`."""
 
     node_request: NodeRequest
     block_ids: list[int]
@@ -116,7 +125,7 @@ class OpenRemoteKV:
 
 @dataclass(frozen=True, slots=True)
 class RevokeRemoteKV:
-    """Revoke the blocks that hold another node's KV; `held` follows."""
+    """Revoke the blocks, of connection `number`, that hold another node's KV; the holder then releases them."""
 
     number: int
 
@@ -148,7 +157,7 @@ Decision = (
 
 
 class Decisions:
-    """Collect what the scheduler of one node decides, until the worker takes it."""
+    """Collects the decisions of one node's scheduler until the worker takes them."""
 
     def __init__(self) -> None:
         self._decided: list[Decision] = []
@@ -156,7 +165,7 @@ class Decisions:
         """Returns the decisions that must come before all others of the same `take`."""
 
     def take(self) -> list[Decision]:
-        """Return the decisions since the last call, in order."""
+        """Return the decisions since the last call, in order, and forget them."""
         decided, self._decided = self._decided, []
         return decided if self.decide_first is None else [*self.decide_first(), *decided]
 
@@ -164,5 +173,5 @@ class Decisions:
         self._decided.append(decision)
 
     def report(self, **event: Any) -> None:
-        """Decide to report one event, by the name of its field in fleet_pb2.NodeEvent."""
+        """Add the decision to report one event, named by its field in fleet_pb2.NodeEvent."""
         self._decided.append(Report(event))

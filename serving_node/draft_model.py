@@ -10,7 +10,10 @@ from serving_node.settings import DRAFT, NodeSettings
 
 
 def draft_engine(settings: NodeSettings) -> EngineSettings | None:
-    """Return the settings of the draft model's engine, or None without a draft model. Raises SettingsError."""
+    """Return the settings of the draft model's engine; None if the settings name no draft model.
+
+    Raises SettingsError if they contradict each other.
+    """
     flags, engine, what = settings.drafting, settings.engine, f"--speculation {settings.speculation}"
     if settings.speculation != DRAFT:
         if flags.speculative_model:
@@ -34,7 +37,7 @@ def draft_engine(settings: NodeSettings) -> EngineSettings | None:
 
 
 def draft_bytes(draft: EngineSettings | None) -> int:
-    """Return the memory of the draft model: weights, and a pool of a given size. Raises SettingsError or ModelError."""
+    """Return the bytes that the draft model's weights and pool take; 0 for None. Raises SettingsError or ModelError."""
     if draft is None:
         return 0
     needs = needs_of(draft, read_model_config(Path(draft.model)))
@@ -42,7 +45,7 @@ def draft_bytes(draft: EngineSettings | None) -> int:
 
 
 def check_draft_model(settings: NodeSettings) -> tuple[EngineSettings, ModelConfig] | None:
-    """Return the settings of the draft model's engine and its config, or None without a draft model.
+    """Return the settings of the draft model's engine and its config; None without a draft model.
 
     Raises ModelError, or SettingsError if the draft model does not fit the node's model.
     """

@@ -21,10 +21,13 @@ CANNOT_COMPILE: Final = RequestError(ENGINE_ERROR, "the node cannot compile the 
 
 
 class GrammarCompiler:
-    """Compile one grammar at a time; clients take turns. Belongs to one event loop."""
+    """Compiles the grammars of requests, one at a time; clients take turns. Belongs to one event loop."""
 
     def __init__(self, grammars: Grammars, on_compiled: Callable[[Request, Guide | RequestError], None]) -> None:
-        """Create the compiler. `grammars` is used by its own thread only from then on."""
+        """Create the compiler, which from then on uses `grammars` in a thread of its own.
+
+        `on_compiled` is called in the event loop with the request and its guide, or the error.
+        """
         self._grammars = grammars
         self._on_compiled = on_compiled
         self._thread = ThreadPoolExecutor(1, "grammars")
@@ -37,7 +40,7 @@ class GrammarCompiler:
         task.add_done_callback(self._tasks.discard)
 
     def warm_up(self) -> None:
-        """Load the tokenizer, which would delay all sequences at the first grammar; nothing else runs meanwhile."""
+        """Load the tokenizer in the thread, which would delay all sequences at the first grammar."""
         self._thread.submit(self._read_tokenizer)
 
     def _read_tokenizer(self) -> None:

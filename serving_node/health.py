@@ -49,7 +49,7 @@ class _Link(Protocol):
 
 
 def node_states(node: _Node, link: _Link) -> States:
-    """Return the states of rank 0."""
+    """Return the health of rank 0: functions that tell whether each service of gRPC's health check is serving."""
 
     def is_ready() -> bool:
         return link.is_attached and not node.is_draining
@@ -62,7 +62,7 @@ FOLLOWER_STATES: Final[States] = dict.fromkeys((LIVE, READY, OVERALL), lambda: T
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Reply to health checks with the current state. Watch is not supported, so that no call stays open."""
+    """Replies to health checks with the current state. Watch is not supported, so that no call stays open."""
 
     def __init__(self, states: States) -> None:
         self._states = states
@@ -85,10 +85,10 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 @contextlib.asynccontextmanager
 async def health_port(settings: NodeSettings, states: States) -> AsyncIterator[int]:
-    """Serve gRPC health checks while the context is open, and yield the port.
+    """Serve gRPC health checks while the context is open; its value is the port.
 
-    Yield -1 if `health_port` is negative, or if this is not the machine's first rank. Raises SettingsError if it cannot
-    listen on the port.
+    The value is -1, and nothing is served, if the setting `health_port` is negative, or if this is not the machine's
+    first rank. Raises SettingsError if it cannot listen on the port.
     """
     if settings.health_port < 0 or not is_first_here():
         yield -1

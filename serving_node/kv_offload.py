@@ -29,7 +29,7 @@ LOAD_DEADLINE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """Describe the KV offload of one node; without slots there is none."""
+    """The slots of one node's KV offload and the time to read them; without slots there is no offload."""
 
     num_host: int = 0  # slots in host memory
     num_disk: int = 0  # slots in the file
@@ -54,7 +54,7 @@ class _Loading:
 
 
 class KVOffload(KVSource):
-    """Manage the KV offload of one node."""
+    """Decides which blocks of one node are offloaded and which are read back."""
 
     kind = "KV offload"
 
@@ -69,9 +69,9 @@ class KVOffload(KVSource):
         decisions: Decisions,
         block_bytes: int,
     ) -> None:
-        """Create the manager of the slots of `plan`, which `index` tracks.
+        """Manage the slots of `plan`, whose contents `index` tracks.
 
-        `block_bytes` is the size of one block over all ranks and layers.
+        `block_bytes` is the size of one block over all ranks and layers. Evicted blocks of `allocator` go to the index.
         """
         self._index = index
         self._decisions = decisions
@@ -86,7 +86,7 @@ class KVOffload(KVSource):
         self._num_loads = 0  # loads begun since the start
         self._last_end_s = 0.0  # end of the last load
         self._copied: frozenset[int] = frozenset()  # slots written by the last copies
-        self._told = inference_pb2.TierLoad()
+        self._stats = inference_pb2.TierLoad()
         allocator.on_evict = index.put
         decisions.decide_first = self._offload
 
@@ -96,7 +96,7 @@ class KVOffload(KVSource):
         if copies is None:
             return []
         self._copied = frozenset(copies.slots)
-        self._told.written_bytes += len(copies.slots) * self._block_bytes
+        self._stats.written_bytes += len(copies.slots) * self._block_bytes
         return [Offload(copies)]
 
     @property
@@ -106,15 +106,15 @@ class KVOffload(KVSource):
 
     @property
     def wake_at_s(self) -> float | None:
-        """Return when the next `tick` is due, or None."""
+        """Return the time at which the next `tick` is due; None if no load runs."""
         return min((load.started_s + LOAD_DEADLINE_S for load in self._loads.values()), default=None)
 
     def fill(self, load: inference_pb2.NodeLoad) -> None:
-        """Fill in the contents and counters of KV offload."""
+        """Set the fields of `load.tier`: contents and counters of KV offload."""
         num_host, num_disk = self._index.num_held
-        self._told.host_bytes, self._told.disk_bytes = num_host * self._block_bytes, num_disk * self._block_bytes
+        self._stats.host_bytes, self._stats.disk_bytes = num_host * self._block_bytes, num_disk * self._block_bytes
         load.tier.SetInParent()
-        load.tier.MergeFrom(self._told)
+        load.tier.MergeFrom(self._stats)
 
     def must_wait(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
         """Return whether a prompt that might start must wait for blocks from KV offload.
@@ -147,7 +147,7 @@ class KVOffload(KVSource):
         now: float,
         on_end: Callable[[], None],
     ) -> bool:
-        """Read back blocks of these tokens for another node, and return whether any are read.
+        """Begin to read back blocks of these tokens for another node; return whether any are read.
 
         The other node has the first `num_known` blocks. At most as many blocks are read as leave `num_spare` blocks
         free, and only where that pays. `on_end` is called when the blocks are in the pool or will not come.
@@ -163,36 +163,39 @@ class KVOffload(KVSource):
         return True
 
     def started(self, node_request: NodeRequest) -> None:
-        """Count the cache misses of a prompt that has got its blocks."""
+        """Count as cache misses the full blocks that a starting prompt does not have cached."""
         num_full = num_cacheable(node_request) // self._leases.block_size
-        self._told.num_misses += num_full - node_request.num_cached_blocks
+        self._stats.num_misses += num_full - node_request.num_cached_blocks
 
     def check_integrity(self) -> None:
         """Recount the slots from scratch. Raises AssertionError if the counts differ."""
         self._index.check_integrity()
 
     def loaded(self, load_id: int, num_good: int, now: float) -> None:
-        """Record that the leading `num_good` blocks of a load are in the pool on every rank."""
+        """Record the end of a load: its leading `num_good` blocks are in the pool on every rank.
+
+        They enter the prefix cache, and the others count as damaged. Unknown loads are ignored.
+        """
         load = self._loads.get(load_id)
         if load is None:
             return  # the load was given up
         num_held, num_lost = len(load.names) - len(load.loaded), len(load.loaded) - num_good
         load.lease.publish(load.names[: num_held + num_good])
         if num_lost:
-            self._told.num_damaged += 1
+            self._stats.num_damaged += 1
         for name in load.loaded[num_good:]:  # useless until the first of them is there again
             self._index.forget(name)
         read_s = now - load.started_s
-        self._told.num_hits += num_good
-        self._told.read_bytes += num_good * self._block_bytes
-        self._told.read_s += read_s
-        self._told.saved_s += load.computed_s * num_good / len(load.loaded) - read_s
+        self._stats.num_hits += num_good
+        self._stats.read_bytes += num_good * self._block_bytes
+        self._stats.read_s += read_s
+        self._stats.saved_s += load.computed_s * num_good / len(load.loaded) - read_s
         self._note_end(load, now, is_measure=not num_lost)
         self._end(load_id)
 
     def lost(self, slots: Sequence[int]) -> None:
         """Forget slots to which blocks could not be copied."""
-        self._told.written_bytes -= len(self._copied.intersection(slots)) * self._block_bytes
+        self._stats.written_bytes -= len(self._copied.intersection(slots)) * self._block_bytes
         self._index.lose(slots)
 
     def cancel(self, node_request: NodeRequest) -> None:
@@ -203,11 +206,11 @@ class KVOffload(KVSource):
                 self._end(load_id)
 
     def tick(self, now: float) -> None:
-        """Give up loads that have passed their deadline."""
+        """Cancel loads that have passed their deadline; their prompts start without the blocks."""
         for load_id, load in list(self._loads.items()):
             if now >= load.started_s + LOAD_DEADLINE_S:
                 self._decisions.add(CancelLoad(load_id))
-                self._told.num_late += 1
+                self._stats.num_late += 1
                 self._note_end(load, now, is_measure=True)
                 self._end(load_id)
 

@@ -53,7 +53,7 @@ _NOT_ATTACHED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """Connection of a node to its coordinator."""
+    """The settings of a node's connection to its coordinator."""
 
     coordinator: str = flag("127.0.0.1:50052", "Connect to the coordinator's fleet port at this address, HOST:PORT.")
     name: str = flag("", "Give the node this name, unique in the fleet; default: made of role, host and process.")
@@ -63,12 +63,12 @@ class LinkSettings:
     log: LogSettings = field(default_factory=LogSettings)
 
     def name_for(self, role: str) -> str:
-        """Return the node's name: the given one, or one made from role, host and process."""
+        """Return the node's name: the configured one, or one made from role, host and process."""
         return self.name or f"{role}-{socket.gethostname()}-{os.getpid()}"
 
 
 class Node(Protocol):
-    """Define what the link needs of a node. Methods are called on the event loop and do not block.
+    """What the link needs of a node. Methods are called on the event loop and do not block.
 
     `stuck` returns the reason in words when the running step is stuck. `recovered` returns when the node can take
     requests: no abandoned step runs, and a node that was stuck has stayed detached for a while. It raises StuckForGood
@@ -87,7 +87,7 @@ class Node(Protocol):
 
 
 class Unsent:
-    """Queue events in order until they are sent.
+    """The queue of events for the coordinator, in order.
 
     A step is merged into a step queued right before it, which costs a lagging coordinator less.
     """
@@ -98,7 +98,7 @@ class Unsent:
         self._last_step_bytes = 0  # size of `_last_step`
 
     def put(self, **event: Any) -> None:
-        """Queue one event, named by its oneof field. Raises asyncio.QueueFull."""
+        """Queue one event, named by its oneof field. Raises asyncio.QueueFull if MAX_UNSENT_EVENTS are queued."""
         if self._join(event.get("step_tokens")):
             return
         queued = fleet_pb2.NodeEvent(**event)
@@ -106,13 +106,13 @@ class Unsent:
         self._last_step = queued.step_tokens if queued.HasField("step_tokens") else None
 
     def end(self) -> None:
-        """Mark the end of the events."""
+        """Queue the end of the events, for which `get` returns None."""
         self._last_step = None
         if not self._queue.full():
             self._queue.put_nowait(None)
 
     async def get(self) -> fleet_pb2.NodeEvent | None:
-        """Return the next event, or None after the last one. The caller must call `written` afterwards."""
+        """Wait for the next event and return it; None after the last one. The caller must call `written` afterwards."""
         event = await self._queue.get()
         if self._queue.empty():
             self._last_step = None  # it is being written
@@ -122,7 +122,7 @@ class Unsent:
         self._queue.task_done()
 
     async def all_written(self) -> None:
-        """Return when no event is queued or being written."""
+        """Wait until no event is queued or being written."""
         await self._queue.join()
 
     def _join(self, step: fleet_pb2.StepTokens | None) -> bool:
@@ -138,10 +138,10 @@ class Unsent:
 
 
 class FleetLink:
-    """Hold one node's stream to the coordinator."""
+    """Keeps one node attached to the coordinator over a stream: events up, commands down."""
 
     def __init__(self, settings: LinkSettings, spares: Spares | None = None) -> None:
-        """Create a detached link.
+        """Create a link, which attaches when `run` is called.
 
         `spares` are file descriptors reserved for dialing when the process has none left.
         """
@@ -157,11 +157,11 @@ class FleetLink:
 
     @property
     def is_attached(self) -> bool:
-        """Return whether the node is attached: welcomed, with a standing stream."""
+        """Return whether the node is attached: the coordinator has welcomed it, and the stream stands."""
         return self._attached
 
     def send(self, **event: Any) -> None:
-        """Queue one event, named by its oneof field.
+        """Queue one event for the coordinator, named by its oneof field.
 
         Without an attachment the event is dropped: the coordinator has already given up all attempts of this node.
         """
@@ -176,13 +176,13 @@ class FleetLink:
             self._attached = False
 
     def stop(self) -> None:
-        """Let `run` return after all queued events are written."""
+        """Make `run` return once all queued events are written."""
         self._stopping.set()
         if self._attached:
             self._unsent.end()
 
     async def run(self, node: Node) -> None:
-        """Stay attached until `stop`.
+        """Attach the node, again after each loss of the stream, until `stop`.
 
         Raises SettingsError if the coordinator refuses this node, and StuckForGood if the engine does not end a step.
         """
@@ -399,7 +399,10 @@ _MEANINGS: Final = (
 
 
 def why_not_attached(error: Exception, address: str, *, over_tls: bool) -> str:
-    """Return in words why a node is not attached to the coordinator at `address`."""
+    """Return in words why a node is not attached to the coordinator at `address`, given the exception.
+
+    `over_tls` says whether the node dials with TLS.
+    """
     if isinstance(error, grpc.aio.AioRpcError):
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.UNIMPLEMENTED:

@@ -35,7 +35,7 @@ from serving_node.outputs import StepCounts
 
 
 class Observed(Protocol):
-    """Define a node as the metrics see it. No call changes the node."""
+    """A node as its metrics see it. No call changes the node."""
 
     @property
     def name(self) -> str: ...
@@ -55,7 +55,7 @@ class Observed(Protocol):
 
 
 class NodeExposition:
-    """Return the current metrics of one node. Belongs to the node's event loop."""
+    """Makes the current metrics of one node. Belongs to the node's event loop."""
 
     def __init__(self, node: Observed, sender: KVSender, receiver: KVReceiver) -> None:
         self._node = node
@@ -180,10 +180,13 @@ PATH: Final = "/metrics"
 
 
 class MetricsServer:
-    """Serve metrics until `stop`. Create it on the event loop that runs `figures`."""
+    """Serves metrics over HTTP until `stop`. Create it on the event loop on which `figures` is to be called."""
 
     def __init__(self, host: str, port: int, figures: Callable[[], Iterable[Figure]]) -> None:
-        """Listen. Port 0 takes a free one. Raises SettingsError."""
+        """Listen on `host` and `port`, 0 for a free one. Raises SettingsError if that is not possible.
+
+        `figures` returns the metrics, at each call of a client.
+        """
         registry = CollectorRegistry(support_collectors_without_names=True)
         ProcessCollector(registry=registry)
         registry.register(_OnLoop(asyncio.get_running_loop(), figures))
@@ -199,7 +202,7 @@ class MetricsServer:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Stop the server; return when no call is in progress."""
+        """Stop the server, and wait until no call is in progress."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
 

@@ -38,7 +38,7 @@ MAX_TAIL_TOKENS: Final = 512  # of 5 bytes each at most; leaves room for the num
 
 
 class Migrations:
-    """Migrate the sequences of one node to other nodes."""
+    """Migrates running sequences of one node to other nodes."""
 
     def __init__(
         self,
@@ -55,7 +55,10 @@ class Migrations:
         self._outgoing = outgoing
 
     def migrate(self, migrate: fleet_pb2.Migrate) -> None:
-        """Begin a migration by the descriptor of the node that has reserved blocks."""
+        """Begin the migration that the coordinator commands, by the descriptor of the node that has reserved blocks.
+
+        A sequence that cannot migrate is reported as such; an unknown one as failed.
+        """
         node_request = self._find(migrate.attempt)
         if node_request is None:
             return
@@ -66,7 +69,7 @@ class Migrations:
             self._fail_migration(node_request, reasons.TRANSFER_FAILED, str(error))
             return
         if not _is_behind(node_request, descriptor):
-            message = "the answer was written behind other blocks than the other node has of its tokens"
+            message = "the other node's cached blocks have other bits than those that the sequence continued from"
             self._fail_migration(node_request, reasons.PAIRING_MISMATCH, message)
             return
         node_request.outgoing = Outgoing(migration=migration)
@@ -77,7 +80,11 @@ class Migrations:
         self._freeze_if_due(node_request)
 
     def keep(self, keep: fleet_pb2.Keep) -> None:
-        """Keep a request on this node, whether it migrates or its prompt was prefilled for another node."""
+        """Carry out the coordinator's command to continue a request on this node.
+
+        Its migration is cancelled, or its prompt, prefilled for another node, is decoded here. A request that waits for
+        KV of another node fails.
+        """
         node_request = self._find(keep.attempt)
         if node_request is None:
             return
@@ -89,7 +96,10 @@ class Migrations:
             self._give_up_migration(node_request)
 
     def note_decoded(self, node_request: NodeRequest) -> None:
-        """Send the block that a finished step has filled of a migrating request; its tokens are already reported."""
+        """Send the block that a finished step has filled of a migrating sequence, or freeze it if that is due.
+
+        The tokens of the step are reported already.
+        """
         if node_request.is_ending:
             return
         self._freeze_if_due(node_request)
@@ -108,9 +118,9 @@ class Migrations:
     def _migration(self, node_request: NodeRequest, descriptor: TransferDescriptor) -> Migration:
         """Return the state of a new migration. Raises TransferError if the sequence cannot migrate."""
         if node_request.state is not RequestState.RUNNING:
-            raise TransferError("the answer is not being written now")
+            raise TransferError("the sequence is not decoding now")
         if node_request.distributed is not None:
-            raise TransferError("the answer is longer than a pool, and stays")
+            raise TransferError("the sequence is longer than a pool, and cannot migrate")
         if node_request.is_sending:
             raise TransferError("the transfer before this one has not ended")
         num_tokens = len(node_request.request.token_ids) + max(0, node_request.num_in_step - 1)
@@ -118,7 +128,7 @@ class Migrations:
             raise TransferError(f"the descriptor knows {descriptor.num_tokens} tokens of {num_tokens}")
         num_blocks = self._leases.blocks_for(node_request.num_computed + node_request.num_in_step)
         if num_blocks > descriptor.num_blocks:
-            raise TransferError(f"the answer has {num_blocks} blocks by now and {descriptor.num_blocks} were granted")
+            raise TransferError(f"the sequence has {num_blocks} blocks now, and {descriptor.num_blocks} were reserved")
         return Migration(descriptor.num_blocks, descriptor.num_tokens)
 
     def _caught_up(self, node_request: NodeRequest) -> None:

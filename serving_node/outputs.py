@@ -18,7 +18,7 @@ MAX_HINTS: Final = 2**16  # of each kind in one message
 
 
 class CacheReport:
-    """Report the prefix cache and its changes to the coordinator. Pure."""
+    """Reports the prefix cache of one node and its changes to the coordinator."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class CacheReport:
         """Create a report.
 
         `tier` is the index of KV offload, if there is any. `numerics_ids` are the numerics ids that blocks of the pool
-        may have, in lookup order.
+        may have, in lookup order. `report` takes the event.
         """
         self._allocator = allocator
         self._tier = tier
@@ -39,7 +39,7 @@ class CacheReport:
         self._is_known = False  # whether the coordinator has the earlier reports
 
     def forget(self) -> None:
-        """Restart from a full report: the coordinator is a new one or has dropped its knowledge."""
+        """Report the whole cache next time: the coordinator is a new one or has dropped its knowledge."""
         self._is_known = False
 
     def _names(self) -> list[bytes]:
@@ -61,7 +61,7 @@ class CacheReport:
         return new, [name for name in dict.fromkeys([*removed, *dropped]) if not is_held[name]]
 
     def report(self) -> None:
-        """Report the changes since the last report, or the whole cache if nothing is known."""
+        """Report the changes since the last report, if any, or the whole cache if the coordinator knows nothing."""
         stored, removed = self._changes() if self._is_known else (self._names(), [])
         self._is_known = True
         removals, additions = list(_parts(removed)), list(_parts(stored))
@@ -78,7 +78,7 @@ def _parts(names: list[bytes]) -> Iterator[list[int]]:
 
 
 class Outputs:
-    """Report the output tokens of one node's requests."""
+    """Records and reports the output tokens of one node's requests."""
 
     def __init__(
         self,
@@ -102,9 +102,10 @@ class Outputs:
         step_tokens: fleet_pb2.StepTokens,
         now: float,
     ) -> list[NodeRequest]:
-        """Record the tokens that a step gave each request. Return the requests whose last token is among them.
+        """Record the tokens that a step gave each request; return the requests whose output ends with them.
 
-        A first token is reported at once; others go into `step_tokens`.
+        `given[i]` are the tokens of `node_requests[i]`, whose scheduled tokens are `works[i]`. A first token is
+        reported at once; others are added to `step_tokens`.
         """
         ended: list[NodeRequest] = []
         for node_request, work, tokens in zip(node_requests, works, given, strict=True):
@@ -180,7 +181,7 @@ class Outputs:
             node_request.outgoing.tail = [token.token_id]
 
     def end_without_token(self, node_request: NodeRequest, last: SampledToken, now: float) -> None:
-        """End a request whose result is no token: the prompt's embedding, or an error."""
+        """End a request whose step gave no token but `last`: the prompt's embedding, or an error."""
         if last.embedding:
             self._end_embedded(node_request, last, now)
         elif last.error is not None:
@@ -211,7 +212,7 @@ PHASES: Final = ("prefill", "decode", "mixed")
 
 
 class StepCounts:
-    """Count all steps that gave results."""
+    """Counts and times of all successful steps of one node."""
 
     def __init__(self) -> None:
         self.seconds = {phase: Histogram() for phase in PHASES}
@@ -221,7 +222,10 @@ class StepCounts:
         self.num_output_tokens = 0
 
     def add(self, load: StepLoad, step_s: float, num_more: int = 0) -> None:
-        """Count a finished step; `num_more` is the number of output tokens beyond one for each sequence."""
+        """Count a finished step of this load and `step_s` seconds.
+
+        `num_more` is the number of output tokens beyond one for each sequence.
+        """
         num_prompt_tokens, num_sequences = load.num_prompt_tokens, load.num_sequences
         num_output_tokens = num_sequences + num_more
         phase = "decode" if not num_prompt_tokens else "mixed" if num_sequences else "prefill"

@@ -46,7 +46,7 @@ class _PrefixFetch:
 
 
 class PeerFetch(KVSource):
-    """Track remote prefix fetches to this node."""
+    """Tracks remote prefix fetches to this node, by epoch."""
 
     kind = "remote prefix fetch"
 
@@ -71,7 +71,7 @@ class PeerFetch(KVSource):
 
     @property
     def wake_at_s(self) -> float | None:
-        """Return when the next `tick` is due, or None."""
+        """Return the time at which the next `tick` is due; None if no fetch runs."""
         return min((_late_at_s(each) for each in self._under_way.values() if not each.is_over), default=None)
 
     def must_wait(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
@@ -125,7 +125,10 @@ class PeerFetch(KVSource):
             self._decisions.report(cancelled=fleet_pb2.Cancelled(attempt=fetch.cancelled))
 
     def cancel_fetch(self, attempt: fleet_pb2.Attempt) -> bool:
-        """Cancel a fetch whose source sends nothing. Return False if the attempt is no fetch."""
+        """Cancel the fetch with the epoch of this attempt; return False if there is none.
+
+        The coordinator, which has cancelled it, gets an acknowledgement when its blocks are not written any more.
+        """
         fetch = self._under_way.get(attempt.epoch)
         if fetch is None:
             return False
@@ -134,12 +137,12 @@ class PeerFetch(KVSource):
         return True
 
     def detached(self) -> None:
-        """Give up all fetches: the coordinator is gone."""
+        """Cancel all fetches: the coordinator is gone."""
         for fetch in list(self._under_way.values()):
             self._give_up(fetch)
 
     def tick(self, now: float) -> None:
-        """Give up fetches that have passed their deadline."""
+        """Cancel fetches that have passed their deadline; their prompts start without the blocks."""
         for fetch in list(self._under_way.values()):
             if now >= _late_at_s(fetch):
                 self._give_up(fetch)
@@ -182,11 +185,11 @@ def _late_at_s(fetch: _PrefixFetch) -> float:
     return fetch.started_s + fetch.offer.patience_s
 
 
-MAX_LENT: Final = 64  # at a time
+MAX_SERVED: Final = 64  # at a time
 
 
-class _Asked(NamedTuple):
-    """Hold a fetch that another node has asked for."""
+class _ServeRequest(NamedTuple):
+    """Hold a fetch that another node requests."""
 
     send_prefix: fleet_pb2.SendPrefix
     descriptor: TransferDescriptor
@@ -195,7 +198,7 @@ class _Asked(NamedTuple):
 
 
 class PeerServe(KVSource):
-    """Track remote prefix fetches from this node by other nodes."""
+    """Tracks remote prefix fetches from this node by other nodes, by epoch."""
 
     kind = "remote prefix fetch of another node"
 
@@ -213,7 +216,7 @@ class PeerServe(KVSource):
         self._decisions = decisions
         self._transfers = transfers
         self._fingerprint = fingerprint
-        self._awaited: dict[int, _Asked] = {}  # by epoch: waiting for blocks from KV offload
+        self._awaited: dict[int, _ServeRequest] = {}  # by epoch: waiting for blocks from KV offload
         self._under_way: dict[int, tuple[fleet_pb2.Attempt, BlockLease]] = {}  # by epoch
 
     @property
@@ -222,24 +225,25 @@ class PeerServe(KVSource):
         return {epoch: lease for epoch, (_, lease) in self._under_way.items()}
 
     def send_prefix(self, send_prefix: fleet_pb2.SendPrefix, num_spare: int, now: float) -> None:
-        """Begin to send cached blocks by the descriptor of the fetching node.
+        """Begin to send cached blocks by the descriptor of the fetching node, or report why not.
 
-        PrefillScheduler back from KV offload for the fetch leaves `num_spare` blocks free.
+        Blocks in KV offload are read back first, which leaves `num_spare` blocks free. Does nothing for an epoch that
+        is being served.
         """
         epoch = send_prefix.attempt.epoch
         if epoch in self._under_way or epoch in self._awaited:
             return
         try:
-            asked = self._asked(send_prefix)
+            request = self._checked(send_prefix)
         except TransferError as error:
             self._fail(send_prefix.attempt, str(error))
             return
-        self._awaited[epoch] = asked
-        num_known, on_end = asked.descriptor.num_cached_blocks, partial(self._send, asked)
+        self._awaited[epoch] = request
+        num_known, on_end = request.descriptor.num_cached_blocks, partial(self._send, request)
         if self._offload is None or not self._offload.fetch(
-            asked.names, asked.token_ids, num_known, num_spare, now, on_end
+            request.names, request.token_ids, num_known, num_spare, now, on_end
         ):
-            self._send(asked)
+            self._send(request)
 
     def _sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
         attempt, lease = self._under_way.pop(epoch)
@@ -248,15 +252,15 @@ class PeerServe(KVSource):
             self._fail(attempt, result.message)
 
     def detached(self) -> None:
-        """Give up all fetches: the coordinator is gone."""
+        """Cancel all fetches: the coordinator is gone."""
         self._awaited.clear()
         for epoch in self._under_way:
             self._decisions.add(CancelTransfer(epoch))
 
-    def _asked(self, send_prefix: fleet_pb2.SendPrefix) -> _Asked:
+    def _checked(self, send_prefix: fleet_pb2.SendPrefix) -> _ServeRequest:
         """Return the checked fetch. Raises TransferError if nothing can be sent."""
-        if len(self._under_way) + len(self._awaited) >= MAX_LENT:
-            raise TransferError(f"{MAX_LENT} prefix fetches are under way, the limit")
+        if len(self._under_way) + len(self._awaited) >= MAX_SERVED:
+            raise TransferError(f"{MAX_SERVED} prefix fetches are under way, the limit")
         descriptor, epoch, block_size = (
             TransferDescriptor.decode(send_prefix.descriptor),
             send_prefix.attempt.epoch,
@@ -266,24 +270,24 @@ class PeerServe(KVSource):
             raise TransferError(f"the descriptor is for epoch {descriptor.epoch}, and the prefix fetch's is {epoch}")
         names = BlockNames(root_name(self._fingerprint, send_prefix.cache_salt, send_prefix.adapter), block_size)
         token_ids = list(send_prefix.token_ids[: descriptor.num_blocks * block_size])
-        return _Asked(send_prefix, descriptor, names, token_ids)
+        return _ServeRequest(send_prefix, descriptor, names, token_ids)
 
-    def _send(self, asked: _Asked) -> None:
+    def _send(self, request: _ServeRequest) -> None:
         """Send the cached blocks; blocks of KV offload are read back by now."""
-        epoch = asked.send_prefix.attempt.epoch
-        if self._awaited.get(epoch) is not asked:
+        epoch = request.send_prefix.attempt.epoch
+        if self._awaited.get(epoch) is not request:
             return  # the coordinator is gone
         del self._awaited[epoch]
-        lease, numerics_ids = self._leases.send_prefix(asked.names, asked.token_ids)
-        numerics_ids = _tellable(numerics_ids)
-        if len(numerics_ids) <= asked.descriptor.num_cached_blocks:
+        lease, numerics_ids = self._leases.send_prefix(request.names, request.token_ids)
+        numerics_ids = _fitting_tail(numerics_ids)
+        if len(numerics_ids) <= request.descriptor.num_cached_blocks:
             lease.release()
-            self._fail(asked.send_prefix.attempt, "the node holds no more of the tokens than the other one")
+            self._fail(request.send_prefix.attempt, "the node holds no more of the tokens than the other one")
             return
-        self._under_way[epoch] = asked.send_prefix.attempt, lease
+        self._under_way[epoch] = request.send_prefix.attempt, lease
         self._transfers.begin(epoch, Transfer(on_sent=partial(self._sent, epoch)))
         block_ids = lease.block_ids[: len(numerics_ids)]
-        self._decisions.add(Send(epoch, asked.send_prefix.descriptor, block_ids))
+        self._decisions.add(Send(epoch, request.send_prefix.descriptor, block_ids))
         self._decisions.add(FinishSend(epoch, block_ids, to_tail([], numerics_ids)))
 
     def _fail(self, attempt: fleet_pb2.Attempt, message: str) -> None:
@@ -292,7 +296,7 @@ class PeerServe(KVSource):
         )
 
 
-def _tellable(numerics_ids: list[bytes]) -> list[bytes]:
+def _fitting_tail(numerics_ids: list[bytes]) -> list[bytes]:
     """Return the longest prefix of numerics ids that fits in a tail."""
     runs = list(accumulate(len(list(run)) for _, run in groupby(numerics_ids)))
     return numerics_ids[: runs[MAX_NUMERICS_RUNS - 1]] if len(runs) > MAX_NUMERICS_RUNS else numerics_ids

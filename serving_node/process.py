@@ -22,9 +22,10 @@ def node_command(role: str) -> click.Command:
 
 
 def run_node(role: str, settings: NodeSettings) -> None:
-    """Run one rank of a node until SIGTERM, pinned to its share of the CPUs.
+    """Run one rank of a node that begins in this role until SIGTERM, pinned to its share of the CPUs.
 
-    Rank 0 starts the other ranks, unless all were started together, as torchrun does.
+    Rank 0 starts the other ranks, unless all were started together, as torchrun does. Raises click.UsageError for a
+    wrong RANK in the environment.
     """
     try:
         size, rank = settings.engine.num_ranks, started_rank() or 0

@@ -43,7 +43,7 @@ QUIET_S: Final = 5.0  # idle time after which a node does work that would delay 
 
 
 class NodeRunner:
-    """Run rank 0 of a node: a Worker with the ports of a process."""
+    """Runs rank 0 of a node: a Worker with the ports of a process."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class NodeRunner:
     ) -> None:
         """Create the runner from `resolved` settings.
 
-        `store` holds this rank's slots of `tier`. Raises SettingsError.
+        `store` holds this rank's slots of `tier`. Raises SettingsError for settings that the engine does not support.
         """
         self._limits = limits = _limits_of(settings, engine, drafter)
         _log_modes(settings, engine)
@@ -123,9 +123,10 @@ class NodeRunner:
     # ---- for the link ----
 
     def hello(self) -> fleet_pb2.Hello:
-        """Return the node's identity and sizes.
+        """Return the message by which the node introduces itself to the coordinator: its identity and sizes.
 
-        The fingerprint must be equal on all nodes of a fleet; the engine's description and numerics may differ.
+        The fingerprint must be equal on all nodes of a fleet; the engine's description and numerics may differ. The
+        next report of the prefix cache is a whole one.
         """
         self._scheduler.attached()
         engine, limits = self._engine, self._limits
@@ -233,7 +234,7 @@ class NodeRunner:
 
     @property
     def num_divided_passes(self) -> int:
-        """Return the number of forward passes that the ranks divided by tokens (sequence parallelism)."""
+        """Return how often a batch passed through the layers with sequence parallelism."""
         return self._engine.num_divided_passes
 
     @property
@@ -245,18 +246,18 @@ class NodeRunner:
         return self._scheduler.node_requests
 
     def load(self) -> inference_pb2.NodeLoad:
-        """Return the load that the next heartbeat would report."""
+        """Return the load that the next heartbeat would report, without reporting anything."""
         load = self.measured_load()
         self._scheduler.fill(load)
         return load
 
     @property
     def leases(self) -> list[tuple[Key, BlockLease]]:
-        """Return every lease of the pool's blocks with its holder."""
+        """Return every lease of the pool's blocks, each with its holder (see NodeScheduler.leases)."""
         return self._scheduler.leases
 
     def num_held(self) -> dict[str, int]:
-        """Return how much of each kind the node holds, recounted from scratch.
+        """Return, by name, how many blocks, requests, transfers and timers the node holds, recounted from scratch.
 
         All values are 0 once all requests and transfers are over. Raises AssertionError if the counts differ.
         """
@@ -274,7 +275,7 @@ class NodeRunner:
     # ---- for the process ----
 
     def drain(self) -> None:
-        """Ask for no new attempts from the next heartbeat on."""
+        """Report from the next heartbeat on that the node drains, so that it gets no new attempts."""
         self._scheduler.is_draining = True
 
     @property
@@ -312,14 +313,14 @@ class NodeRunner:
         self._compiler.warm_up()
 
     async def close(self) -> None:
-        """Close both ends of distributed KV."""
+        """Close both ends of distributed KV, if it is switched on."""
         if self._remote_kvs is not None:
             await asyncio.to_thread(self._remote_kvs.close)
 
 
 def _log_modes(settings: NodeSettings, engine: Engine) -> None:
     if settings.speculation != OFF and not engine.is_batch_invariant:
-        logger.warning("--speculation does nothing here: the bits of answers depend on the batch (docs/design/bits.md)")
+        logger.warning("--speculation does nothing here: the bits of outputs depend on the batch (docs/design/bits.md)")
     if (min_tokens := settings.engine.sequence_parallel_min_tokens) and settings.engine.tensor_parallel_size > 1:
         logger.info("sequence parallelism: the ranks divide steps with prompts from %d tokens on", min_tokens)
 

@@ -38,7 +38,7 @@ from serving_node.transfers import WAITING_FOR_OTHERS, Endings, IncomingTransfer
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Set the limits of a node's scheduler. Times are in seconds."""
+    """The limits of a node's scheduler. Times are in seconds."""
 
     max_num_batched_tokens: int  # in one step
     max_num_seqs: int  # running slots; at most max_num_batched_tokens
@@ -51,7 +51,7 @@ class Limits:
 
 
 class NodeScheduler:
-    """Decide for the requests of one node. Methods that change state leave what they decide in `decisions`."""
+    """Decides for the requests of one node. Methods that change state leave what they decide in `decisions`."""
 
     def __init__(
         self,
@@ -147,12 +147,15 @@ class NodeScheduler:
 
     @property
     def shape(self) -> Shape:
-        """Return the current role. A node serves any request in any role."""
+        """Return the numbers of the current role: prompt tokens and running slots of a step.
+
+        Any request is served in any role.
+        """
         return self._shape
 
     @property
     def home(self) -> Shape:
-        """Return the shape that an operator set, as a role or a shape, or else the initial one.
+        """Return the shape that an operator set, as a role or a shape; if none did, the initial one.
 
         Temporary role changes leave it as it is.
         """
@@ -165,7 +168,7 @@ class NodeScheduler:
 
     @property
     def leases(self) -> list[tuple[Key, BlockLease]]:
-        """Return every lease of the pool's blocks with its holder.
+        """Return every lease of the pool's blocks, each with its holder.
 
         The holder is (request id, epoch), or a kind of holder and a number.
         """
@@ -193,19 +196,19 @@ class NodeScheduler:
 
     @property
     def wake_at_s(self) -> float | None:
-        """Return when the next `tick` is due, or None."""
+        """Return the time at which the next `tick` is due; None if nothing waits."""
         wakes = [source.wake_at_s for source in self._sources]
         if self._node_requests.count(*WAITING_FOR_OTHERS):
             wakes += [self._incoming.wake_at_s, self._outgoing.wake_at_s]
         return min((at_s for at_s in wakes if at_s is not None), default=None)
 
     def describe(self, load: inference_pb2.NodeLoad) -> None:
-        """Fill in the node's load, and decide to report the changes of its prefix cache."""
+        """Set the fields of the node's load that the scheduler knows, and report changes of the prefix cache."""
         self._cache_report.report()
         self.fill(load)
 
     def fill(self, load: inference_pb2.NodeLoad) -> None:
-        """Fill in the node's load without any change of state."""
+        """Set the fields of the node's load that the scheduler knows, without any change of state."""
         load.role = role_of(self._shape)
         load.shape.CopyFrom(convert.shape_to_wire(self._shape))
         load.state = "draining" if self.is_draining else "ready"
@@ -237,18 +240,18 @@ class NodeScheduler:
     # ---- commands ----
 
     def attached(self) -> None:
-        """Forget earlier reports: the coordinator is a new one or has dropped its knowledge of this node."""
+        """Report the whole prefix cache next time: the coordinator is new or has dropped what it knew of this node."""
         self._cache_report.forget()
 
     def detached(self) -> None:
-        """End every request: the coordinator is gone and has given up all attempts on this node."""
+        """End every request without a report: the coordinator is gone and has given up all attempts on this node."""
         for node_request in list(self._node_requests):
             self._end(node_request)
         for source in self._sources:
             source.detached()
 
     def handle(self, command: fleet_pb2.NodeCommand, now: float) -> None:
-        """Carry out a command of the coordinator. Unknown commands are reported as failed."""
+        """Carry out a command of the coordinator at time `now`. Unknown commands are reported as failed."""
         match command.WhichOneof("command"):
             case "prefill":
                 self._take_in(command.prefill.job, now)
@@ -301,7 +304,10 @@ class NodeScheduler:
                 self.decisions.add(CompileGrammar(node_request.request, job.asker))
 
     def compiled(self, request: Request, result: Guide | RequestError) -> None:
-        """Record the end of a `CompileGrammar`; a request that has ended meanwhile is ignored."""
+        """Record the end of a `CompileGrammar`: the request may start with its guide, or fails with the error.
+
+        A request that has ended meanwhile is ignored.
+        """
         node_request = self._node_requests.find(request)
         if node_request is None:
             return
@@ -338,7 +344,7 @@ class NodeScheduler:
     # ---- steps ----
 
     def plan(self, now: float) -> list[Work]:
-        """Return the next step: one token of each running sequence, then chunks of prompts; empty if idle.
+        """Return the next step: the next token of each running sequence, then chunks of prompts; perhaps empty.
 
         The caller must call `step_done` or `step_failed` afterwards.
         """
@@ -387,14 +393,14 @@ class NodeScheduler:
 
     def _plan(self, now: float) -> list[Work]:
         works = self._decode.plan()
-        answers = self._node_requests.of_each(works)
+        running = self._node_requests.of_each(works)
         num_left = self._limits.max_num_batched_tokens - sum([work.num_tokens for work in works])
-        is_full = not num_left and self._prefill.oldest_age < answers[-1].age
+        is_full = not num_left and self._prefill.oldest_age < running[-1].age
         budget = 1 if is_full else min(self._shape.prompt_tokens or num_left, num_left)
         may_start = self._admission.start_rule(
             lambda node_request, num_spare: self._must_wait(node_request, num_spare, now)
         )
-        chunks = self._prefill.plan(budget, may_start, self._start, answers, now)
+        chunks = self._prefill.plan(budget, may_start, self._start, running, now)
         if is_full and chunks:
             works.pop()  # an older prompt must not wait for ever-changing sequences
         works += chunks
@@ -424,7 +430,10 @@ class NodeScheduler:
         return self._costs.expected_s(_load_of([self._node_requests.of(work.request) for work in works], works))
 
     def sends_while(self, works: Sequence[Work]) -> list[Work]:
-        """Return the parts of a step whose blocks may be sent while the step computes."""
+        """Return the parts of a step that belong to requests which another node decodes.
+
+        Their blocks may be sent while the step computes.
+        """
         if not self._node_requests.count(RequestState.PREFILLING):
             return []  # as in most steps
         return [work for work in works if self._node_requests.of(work.request).is_outgoing]
@@ -438,10 +447,10 @@ class NodeScheduler:
         *,
         goes_on: bool = False,
     ) -> None:
-        """Record a finished step; its full blocks may be shared from then on.
+        """Record a finished step, which gave these tokens for `works` and took `step_s` seconds.
 
-        `goes_on` means that the step ended no sequence and the step planned ahead already runs, as if `plan` had
-        returned it.
+        Tokens are reported, ended requests end, and full blocks enter the prefix cache. `goes_on` means that the step
+        ended no sequence and the step planned ahead already runs, as if `plan` had returned it.
         """
         node_requests = self._node_requests.of_each(works)
         given = take_each(works, tokens)
@@ -496,9 +505,9 @@ class NodeScheduler:
         has_draft_tokens = has_drafts(works)
         if not has_draft_tokens:
             self._rates.add(load.num_prompt_tokens, load.num_sequences, step_s)
-            self._prefill.chunk_budget.took(load, step_s, now)
+            self._prefill.chunk_budget.record_step(load, step_s, now)
         if self.speculation.is_on and not load.num_prompt_tokens:
-            self.speculation.took(works, nums_given, step_s)
+            self.speculation.record_step(works, nums_given, step_s)
         num_more = sum(nums_given) - len(works) if has_draft_tokens else 0
         self.steps.add(load, step_s, num_more)
 
@@ -519,20 +528,20 @@ class NodeScheduler:
     # ---- transfers ----
 
     def credited(self, epoch: int, descriptor: bytes) -> None:
-        """Report the descriptor of a `Receive` or `FetchPrefix`, for which every rank is ready."""
+        """Record that every rank is ready for a `Receive` or `FetchPrefix`, and report its descriptor."""
         self._transfers.credited(epoch, descriptor)
 
     def receiving(self, epoch: int) -> None:
-        """Note that the sender of a `Receive` or `FetchPrefix` has begun."""
+        """Record that the first blocks of a `Receive` or `FetchPrefix` arrive."""
         self._transfers.receiving(epoch)
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
-        """Record the end of a `Receive` or `FetchPrefix`."""
+        """Record the end of a `Receive` or `FetchPrefix`: its request continues, or fails or waits again."""
         self._transfers.received(epoch, result, now)
         self._admit()
 
     def caught_up(self, epoch: int) -> None:
-        """Note that all ready blocks of a `Send` have left."""
+        """Record that all ready blocks of a `Send` have left; a migrating sequence may freeze."""
         self._transfers.caught_up(epoch)
 
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
@@ -543,13 +552,13 @@ class NodeScheduler:
     # ---- KV outside the pool, for a node with KV offload or distributed KV ----
 
     def loaded(self, load_id: int, num_good: int, now: float) -> None:
-        """Record the end of a `Load`: the leading `num_good` blocks are loaded on every rank."""
+        """Record the end of a `Load`: its leading `num_good` blocks are loaded on every rank."""
         assert self.kv_offload is not None
         self.kv_offload.loaded(load_id, num_good, now)
         self._admit()
 
     def lost(self, slots: Sequence[int]) -> None:
-        """Record that these KV offload slots hold nothing, because blocks of a `Offload` could not be copied."""
+        """Record that these KV offload slots hold nothing, because an `Offload` could not copy blocks to them."""
         assert self.kv_offload is not None
         self.kv_offload.lost(slots)
 
@@ -560,9 +569,9 @@ class NodeScheduler:
         self._admit()
 
     def lease_remote_kv(self, number: int, most_tiles: int, tile_request: TileRequest, now: float) -> list[int]:
-        """Return blocks for tiles of another node's request; the list may be empty.
+        """Lease blocks for at most `most_tiles` tiles of another node's request; return them, perhaps none.
 
-        If the request asks again, room is made for it.
+        `number` is that of the connection. If the request asks again, blocks are reserved for it.
         """
         if self.is_draining or self.distributed_kv is None:
             return []
@@ -571,7 +580,7 @@ class NodeScheduler:
         return block_ids
 
     def release_remote_kv(self, number: int) -> None:
-        """Release the blocks of another node's request."""
+        """Free the blocks that this connection of another node has."""
         assert self.distributed_kv is not None
         self.distributed_kv.held_kv.release(number)
         self._admit()
@@ -592,7 +601,7 @@ class NodeScheduler:
             self._incoming.receive(node_request)
 
     def refuse(self, attempt: fleet_pb2.Attempt, error: RequestError) -> None:
-        """Report that an attempt is refused."""
+        """Report to the coordinator that an attempt failed with this error, without adding its request."""
         self.decisions.report(failed=fleet_pb2.Failed(attempt=attempt, reason=error.reason, message=str(error)))
 
 

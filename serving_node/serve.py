@@ -48,20 +48,20 @@ LAST_STEP_S: Final = 10.0  # for the running step, whose result is not reported 
 
 
 class ServedNode(Node, Protocol):
-    """Define a node as its process sees it."""
+    """A node as its process sees it."""
 
     async def run(self) -> None:
         """Run steps until cancelled."""
 
     def drain(self) -> None:
-        """Ask for no new attempts from the next heartbeat on."""
+        """Report from the next heartbeat on that the node drains, so that it gets no new attempts."""
 
     async def idle(self) -> None:
-        """Return when no attempt is left."""
+        """Wait until the node has no attempt."""
 
 
 async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
-    """Serve until SIGTERM.
+    """Build the engine of one rank and serve until SIGTERM; rank 0 attaches to the coordinator, others follow rank 0.
 
     Raises SettingsError or ModelError if the node cannot start, RankLost if a rank is lost before the start.
     """
@@ -102,7 +102,7 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
 
 
 async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
-    """Run until SIGTERM, SIGINT or SIGHUP, then let running requests finish for at most `drain_s` seconds.
+    """Run the node until SIGTERM, SIGINT or SIGHUP, then let its requests finish for at most `drain_s` seconds.
 
     A second signal ends the wait. Raises what the node or its link raises. A node whose step does not end exits the
     process, since its engine cannot be waited for.

@@ -28,7 +28,7 @@ PACKAGES: Final = {PREFILL: "prefill_node", DECODE: "decode_node", MIXED: "servi
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """KV offload."""
+    """Settings of KV offload."""
 
     kv_host_bytes: int = flag(
         0,
@@ -52,7 +52,7 @@ class TierSettings:
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """Draft model of `--speculation draft`."""
+    """Settings of the draft model of `--speculation draft`."""
 
     speculative_model: str = flag(
         "",
@@ -170,9 +170,9 @@ class NodeSettings:
             raise SettingsError("--weights-disk-path is for what --weights-memory-bytes leaves on disk, and that is 0")
 
     def resolved(self, role: str, device: str) -> "NodeSettings":
-        """Return the settings with all sizes set for a device of type `cpu` or `cuda`.
+        """Return a copy of the settings in which max_num_batched_tokens and max_num_seqs are set.
 
-        Raises SettingsError for settings that conflict.
+        `device` is `cpu` or `cuda`, on which the defaults depend. Raises SettingsError for settings that conflict.
         """
         self.check()
         num_tokens = self.max_num_batched_tokens or STEP_TOKENS[device]
@@ -214,6 +214,6 @@ def _ports(settings: NodeSettings) -> list[Port]:
 
 
 def is_encrypted(settings: NodeSettings) -> bool:
-    """Return whether KV arrives encrypted here: the node uses TLS and other machines can reach it."""
+    """Return whether KV arrives encrypted here: the node uses TLS and other machines can reach its data plane."""
     host = host_of(endpoint_of(settings.kv_transport, settings.kv_bind, 0))
     return bool(settings.link.tls.tls_ca) and host is not None and not is_loopback(host)

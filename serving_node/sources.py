@@ -25,7 +25,7 @@ class KVSource:
 
     @property
     def wake_at_s(self) -> float | None:
-        """Return when the next `tick` is due, or None."""
+        """Return the time at which the next `tick` is due; None if nothing waits."""
         return None
 
     def tick(self, now: float) -> None:
@@ -39,34 +39,34 @@ class KVSource:
         return False
 
     def started(self, node_request: NodeRequest) -> None:
-        """Note that a prompt has its blocks."""
+        """Note that a prompt has got its blocks and starts."""
 
     def cancel(self, node_request: NodeRequest) -> None:
-        """Bring no more blocks for a request that ends."""
+        """Stop bringing blocks for a request, which ends."""
 
     def cancel_fetch(self, attempt: fleet_pb2.Attempt) -> bool:
-        """Cancel what the source does under this attempt; return False if that is nothing."""
+        """Cancel the fetch of blocks with this attempt; return False if the source has none."""
         return False
 
     def detached(self) -> None:
-        """Give up everything that needs the coordinator, which is gone."""
+        """Cancel everything that needs the coordinator, which is gone."""
 
     def fill(self, load: inference_pb2.NodeLoad) -> None:
-        """Fill in the source's part of the node's load."""
+        """Set the source's fields of the node's load."""
 
     def check_integrity(self) -> None:
-        """Recount from scratch. Raises AssertionError if the counts differ."""
+        """Recount the source's state from scratch. Raises AssertionError if the counts differ."""
 
 
 class StepSource(KVSource):
     """A source with blocks that steps read, which takes part in the planning of each step."""
 
     def before_step(self) -> None:
-        """Preempt requests for KV of other nodes, before a step is planned."""
+        """Preempt requests for the KV of other nodes, before a step is planned."""
 
     def after_step(self, node_requests: list[NodeRequest], step_s: float, now: float) -> None:
         """Preempt or fail requests whose remote KV is gone, after a step of `step_s` seconds."""
 
     def unblock(self) -> bool:
-        """Fail or preempt for a node that has nothing to compute. Return whether that changed anything."""
+        """Fail or preempt requests of a node that has nothing to compute; return whether that changed anything."""
         return False

@@ -31,7 +31,7 @@ WATCHED_FROM_S: Final = 0.5  # age from which a step's CPU starvation is measure
 
 
 class Stepping:
-    """Run the steps of one node."""
+    """Runs the steps of one node, and detects a stuck one."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class Stepping:
         return self._engine.clock
 
     def wake(self) -> None:
-        """Signal that there may be more to compute than was planned."""
+        """Signal that there may be more to compute than was planned; a step is planned if none runs."""
         self._work.set()
 
     async def run(self) -> None:
-        """Run steps until cancelled."""
+        """Plan and run steps until cancelled. A failed step fails its requests alone."""
         await self.stepper.run(self._plan, self._step, self._work)
 
     def _plan(self) -> list[Work]:
@@ -185,7 +185,7 @@ class Stepping:
 
     @property
     def is_stuck(self) -> bool:
-        """Return whether the running step is stuck."""
+        """Return whether the running step takes far longer than expected."""
         return self._why_stuck() is not None
 
     def _why_stuck(self) -> str | None:
@@ -215,7 +215,10 @@ def _naming(works: Sequence[Work]) -> dict[str, Any]:
 
 
 def draft_model_of(drafter: Drafter | None) -> DraftModel | None:
-    """Return the data of a draft model on which decisions depend. Call before its pool holds anything."""
+    """Return the sizes and the measured speed of a draft model; None without one.
+
+    Call before its pool holds anything.
+    """
     if drafter is None:
         return None
     engine = drafter.engine
@@ -223,7 +226,7 @@ def draft_model_of(drafter: Drafter | None) -> DraftModel | None:
 
 
 async def propose(drafter: Drafter, drafts: Drafts, stepper: Stepper[Any, Any]) -> None:
-    """Compute the draft tokens of the next step in the engine's thread.
+    """Compute the draft tokens of the next step in the engine's thread, and record them in `drafts`.
 
     A draft model that fails is not used again; sequences continue without draft tokens.
     """

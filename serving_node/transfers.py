@@ -44,7 +44,7 @@ def _nothing(*_: object) -> None: ...
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The owner of one transfer under way: what the events of the transfer call. Each end has some of them."""
+    """The callbacks of one transfer under way, called at its events. Each end of a transfer has some of them."""
 
     on_credited: Callable[[bytes], None] = _nothing  # with the descriptor, once every rank has opened its blocks
     on_receiving: Callable[[], None] = _nothing
@@ -65,33 +65,36 @@ class Transfers:
         self._under_way[epoch] = transfer
 
     def credited(self, epoch: int, descriptor: bytes) -> None:
-        """Note that every rank has opened the blocks of a transfer to this node."""
+        """Pass on that every rank has opened the blocks of a transfer to this node, with its descriptor."""
         self._under_way[epoch].on_credited(descriptor)
 
     def receiving(self, epoch: int) -> None:
-        """Note that the sender of a transfer to this node has begun."""
+        """Pass on that the first blocks of a transfer to this node arrive; unknown epochs are ignored."""
         if transfer := self._under_way.get(epoch):
             transfer.on_receiving()
 
     def received(self, epoch: int, result: Received | TransferFailed, now: float) -> None:
-        """Record the end of a transfer to this node."""
+        """Forget a transfer to this node, which has ended, and pass on its result.
+
+        Raises KeyError for an epoch that is not under way.
+        """
         self._under_way.pop(epoch).on_received(result, now)
 
     def caught_up(self, epoch: int) -> None:
-        """Note that all ready blocks of a transfer have left."""
+        """Pass on that all ready blocks of a transfer have left; unknown epochs are ignored."""
         if transfer := self._under_way.get(epoch):
             transfer.on_caught_up()
 
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
-        """Record the end of a transfer from this node: once for each, also after it was cancelled.
+        """Forget a transfer from this node, which has ended, and pass on its result.
 
-        Raises KeyError for an epoch that is not under way.
+        Called once for each, also after it was cancelled. Raises KeyError for an epoch that is not under way.
         """
         self._under_way.pop(epoch).on_sent(result, now)
 
 
 class Endings:
-    """End requests: by success, failure, cancel or the loss of the coordinator.
+    """Ends requests: by success, failure, cancel or the loss of the coordinator.
 
     At that moment a request may be in a running step or in a transfer. Its blocks are freed when neither uses them any
     more, and only then is the end reported.
@@ -111,7 +114,10 @@ class Endings:
         self.end(node_request, failed=fleet_pb2.Failed(attempt=wire, reason=reason, message=message))
 
     def end(self, node_request: NodeRequest, **event: Any) -> None:
-        """End a request unless it is already ending. `event`, if any, is reported once nothing is held."""
+        """End a request unless it is already ending, and cancel its transfer.
+
+        `event`, if any, is reported once no step and no transfer uses the request's blocks.
+        """
         if node_request in self._node_requests and node_request.ending is None:
             node_request.ending = event
             if node_request.is_sending or node_request.is_receiving:
@@ -119,9 +125,9 @@ class Endings:
         self.settle(node_request)
 
     def settle(self, node_request: NodeRequest) -> None:
-        """Free a request that is ending once no step and no transfer uses its blocks.
+        """Free the blocks of a request that is ending, remove it and report its end, once nothing uses its blocks.
 
-        Call whenever a step or a transfer releases the request.
+        Does nothing for other requests. Call whenever a step or a transfer releases the request.
         """
         if node_request.ending is None or node_request.is_busy or node_request not in self._node_requests:
             return
@@ -132,7 +138,7 @@ class Endings:
 
 
 class IncomingTransfers:
-    """Receive the KV of prompts that other nodes prefill, and of sequences that migrate here."""
+    """Receives the KV of prompts that other nodes prefill, and of sequences that migrate here."""
 
     def __init__(
         self,
@@ -163,12 +169,12 @@ class IncomingTransfers:
 
     @property
     def wake_at_s(self) -> float | None:
-        """Return when the next `tick` is due, or None."""
+        """Return the time at which the next `tick` is due; None if no request waits."""
         waits = [incoming_of(each).waiting_since_s for each in self._waiting()]
         return min(waits) + self._credit_timeout_s if waits else None
 
     def receive(self, node_request: NodeRequest) -> None:
-        """Open a transfer to this node for a request that has credit."""
+        """Begin a transfer to this node for a request that has credit."""
         incoming_of(node_request).transfer = IncomingTransfer()
         transfer = Transfer(
             on_credited=partial(self._credited, node_request),
@@ -183,7 +189,10 @@ class IncomingTransfers:
         self._decisions.add(CancelTransfer(node_request.request.epoch))
 
     def tick(self, now: float) -> None:
-        """Fail requests that have waited too long for credit."""
+        """Fail requests that have waited too long for credit.
+
+        One that waits for blocks which another request brings waits for free blocks instead.
+        """
         for node_request in self._waiting():
             if now < incoming_of(node_request).waiting_since_s + self._credit_timeout_s:
                 continue
@@ -247,7 +256,7 @@ class IncomingTransfers:
 
 
 class OutgoingTransfers:
-    """Send the KV of prompts that other nodes decode."""
+    """Sends the KV of prompts that other nodes decode."""
 
     def __init__(
         self,
@@ -266,12 +275,16 @@ class OutgoingTransfers:
 
     @property
     def wake_at_s(self) -> float | None:
-        """Return when the next `tick` is due, or None."""
+        """Return the time at which the next `tick` is due; None if no request waits."""
         waits = [outgoing_of(each).waiting_since_s for each in self._waiting()]
         return min(waits) + self._descriptor_timeout_s if waits else None
 
     def deliver(self, deliver: fleet_pb2.Deliver) -> None:
-        """Take the descriptor of the node that has reserved blocks for a prompt, and begin to send."""
+        """Take the descriptor of the node that has reserved blocks for a prompt, and begin to send.
+
+        Does nothing if the prompt is unknown, ending or decoded here. While a transfer by a void descriptor is ending,
+        the new one waits.
+        """
         node_request = self._node_requests.find(deliver.attempt)
         if node_request is None or node_request.is_ending or not node_request.is_outgoing:
             return
@@ -281,16 +294,16 @@ class OutgoingTransfers:
             self._send_prompt(node_request, deliver.descriptor)
 
     def keep(self, node_request: NodeRequest) -> None:
-        """Keep a prompt on this node: prefill continues, and then the request waits for a running slot only.
+        """Decode a prompt on this node although it was prefilled for another; it then waits for a running slot only.
 
-        A transfer with a void descriptor may still be ending.
+        A transfer by a void descriptor may still be ending.
         """
         node_request.decode_place = DecodePlace.HERE_AFTER_ALL
         if node_request.is_sending:
             self._decisions.add(CancelTransfer(node_request.request.epoch))
 
     def note_prefilled(self, node_requests: Iterable[NodeRequest], now: float) -> None:
-        """Enter the next state for prompts of other nodes whose tokens are all computed."""
+        """Mark those prompts of other nodes as prefilled whose tokens are all computed; finish their transfers."""
         for node_request in node_requests:
             outgoing = node_request.outgoing
             is_prefilling = node_request.state is RequestState.PREFILLING
@@ -307,7 +320,7 @@ class OutgoingTransfers:
             if now < outgoing_of(node_request).waiting_since_s + self._descriptor_timeout_s:
                 continue
             is_prompt = node_request.state is RequestState.PREFILLED
-            what = "descriptor" if is_prompt else "word on an answer that has stopped"
+            what = "descriptor" if is_prompt else "command for a frozen sequence"
             message = f"no {what} came within {self._descriptor_timeout_s} s"
             self._endings.fail(node_request, reasons.TRANSFER_FAILED, message)
 
@@ -322,14 +335,17 @@ class OutgoingTransfers:
             self.finish(node_request)
 
     def send(self, node_request: NodeRequest, descriptor: bytes, transfer: Transfer) -> None:
-        """Begin a transfer from this node; the blocks that no later step writes to are final."""
+        """Begin a transfer of a request's blocks from this node, by this encoded descriptor.
+
+        Blocks that no later step writes to are sent at once. `transfer` has the callbacks.
+        """
         epoch = node_request.request.epoch
         outgoing_of(node_request).is_sending = True
         self._transfers.begin(epoch, transfer)
         self._decisions.add(Send(epoch, descriptor, self._leases.final_blocks(node_request)))
 
     def finish(self, node_request: NodeRequest) -> None:
-        """Send the last blocks and the tail of a transfer."""
+        """Send the last blocks of a request's transfer, and the tail: tokens and numerics ids."""
         tail = to_tail(outgoing_of(node_request).tail, self._leases.numerics_ids_of(node_request))
         self._decisions.add(FinishSend(node_request.request.epoch, self._leases.filled_blocks(node_request), tail))
 

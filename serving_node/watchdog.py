@@ -27,13 +27,13 @@ CALM_S: Final = 600.0
 
 
 class StuckForGood(SplitServeError):
-    """Report that the running step is not waited for any longer."""
+    """The running step is not waited for any longer."""
 
 
 def why_stuck(step_age_s: float, expected_s: float) -> str | None:
-    """Return in words why a step of this age is stuck, or None if it is not.
+    """Return in words why a step that has run for step_age_s seconds is stuck; None if it is not.
 
-    `expected_s` is inf without an expectation.
+    `expected_s` is the expected time of the step; inf if unknown.
     """
     if step_age_s <= _most_s(expected_s):
         return None
@@ -41,7 +41,10 @@ def why_stuck(step_age_s: float, expected_s: float) -> str | None:
 
 
 def check_hope(step_age_s: float, expected_s: float, stuck_exit_s: float) -> None:
-    """Raise StuckForGood if a step has been stuck for `stuck_exit_s` seconds."""
+    """Raise StuckForGood if a step has been stuck for `stuck_exit_s` seconds.
+
+    It has run for step_age_s seconds, and `expected_s` were expected; inf if unknown.
+    """
     stuck_from_s = UNKNOWN_S if math.isinf(expected_s) else _most_s(expected_s)
     if step_age_s > stuck_from_s + stuck_exit_s:
         message = f"one step has not ended in {step_age_s:.0f} s, --stuck-exit-s ({stuck_exit_s:g}) after it was stuck"
@@ -65,7 +68,7 @@ class _Wait(NamedTuple):
 
 
 class Starvation:
-    """Measure how long the threads of this process have waited for a core since creation."""
+    """Measures how long the threads of this process wait for a CPU core, from its creation on."""
 
     def __init__(self) -> None:
         self._looked_s = time.monotonic()
@@ -75,7 +78,10 @@ class Starvation:
         waiting thread delays all of them."""
 
     def look(self) -> float:
-        """Return the largest share of the time since the last look that any single thread waited."""
+        """Return the largest share of the time since the last look that any single thread waited for a core.
+
+        Also adds the wait of computing threads to `seconds`.
+        """
         now, waits = time.monotonic(), _waits(self._waits)
         elapsed_s, self._looked_s = now - self._looked_s, now
         added_s = {

@@ -31,18 +31,18 @@ from serving_node.scheduler import NodeScheduler
 
 
 class Link(Protocol):
-    """Define the way to the coordinator."""
+    """The way to the coordinator."""
 
     def send(self, **event: Any) -> None:
-        """Send one event, by the name of its field in fleet_pb2.NodeEvent."""
+        """Send one event, named by its field in fleet_pb2.NodeEvent."""
 
 
 class Engine(Protocol):
-    """Define what runs the steps: plans one by `Worker.plan`, and reports its end by `step_done` or `step_failed`."""
+    """Runs the steps: plans one by `Worker.plan`, and reports its end by `step_done` or `step_failed`."""
 
     @property
     def step_age_s(self) -> float:
-        """Return the age of the running step; 0 when idle."""
+        """Return for how many seconds the running step has run; 0 when idle."""
         ...
 
     def measured_load(self) -> inference_pb2.NodeLoad:
@@ -54,24 +54,24 @@ class Engine(Protocol):
 
 
 class Port(Protocol):
-    """Define what carries out decisions of some kinds; it reports as each decision says."""
+    """Carries out decisions of some kinds, and reports their ends as each decision says."""
 
     def carry_out(self, decision: Any) -> None: ...
 
 
 class Clock(Protocol):
-    """Define the time."""
+    """The time, and an alarm."""
 
     def time(self) -> float:
-        """Return the seconds since some moment."""
+        """Return the seconds since some fixed moment."""
         ...
 
     def wake_at(self, moment_s: float | None) -> None:
-        """Have `Worker.tick` called at this moment, and not at one that was asked for before."""
+        """Call `Worker.tick` at this time, and not at one that was given before; None: not at all."""
 
 
 class Worker:
-    """Take all that happens to one node, and carry out what its scheduler decides."""
+    """Passes all that happens to one node to its scheduler, and carries out what the scheduler decides."""
 
     transfers: Port
     """For KV transfers. Set, as the other ports are, before anything happens: ports report to the worker."""
@@ -89,7 +89,7 @@ class Worker:
     # ---- the coordinator ----
 
     def heartbeat(self) -> fleet_pb2.Heartbeat:
-        """Return the node's load, and report the changes of its prefix cache."""
+        """Return the heartbeat with the node's load, and report the changes of its prefix cache."""
         load = self.engine.measured_load()
         self.scheduler.describe(load)
         self.carry_out()
@@ -107,7 +107,10 @@ class Worker:
     # ---- steps; the caller carries out what they decide ----
 
     def plan(self) -> list[Work]:
-        """Return the next step; empty if there is nothing to compute."""
+        """Return the scheduled tokens of the next step; empty if there is nothing to compute.
+
+        The caller must call `carry_out` afterwards.
+        """
         return self.scheduler.plan(self._clock.time())
 
     def step_done(
@@ -142,7 +145,7 @@ class Worker:
         self.carry_out()
 
     def caught_up(self, epoch: int) -> None:
-        """Record that every rank has sent the ready blocks of this transfer."""
+        """Record that every rank has sent all ready blocks of the transfer with this epoch."""
         self.scheduler.caught_up(epoch)
         self.carry_out()
 
@@ -163,7 +166,10 @@ class Worker:
         self.carry_out()
 
     def lease_remote_kv(self, number: int, most_tiles: int, tile_request: TileRequest) -> list[int]:
-        """Lease blocks to another node. Evicted contents are copied to KV offload before the other node writes."""
+        """Lease blocks for at most `most_tiles` tiles of another node's request; return them, perhaps none.
+
+        `number` is that of the connection. Evicted contents are copied to KV offload before this returns.
+        """
         block_ids = self.scheduler.lease_remote_kv(number, most_tiles, tile_request, self._clock.time())
         self.carry_out()
         return block_ids
@@ -182,7 +188,10 @@ class Worker:
     # ---- decisions ----
 
     def carry_out(self, *, wakes: bool = True) -> None:
-        """Carry out all decisions, and the decisions that follow from them, in order. Wake the engine if asked."""
+        """Carry out all decisions, and the decisions that follow from them, in order; then set the next tick.
+
+        With `wakes` the engine is woken. A call within another one leaves the decisions to that one.
+        """
         if self._is_carrying_out:
             if wakes:
                 self.engine.wake()  # a decision had a result at once
@@ -193,7 +202,7 @@ class Worker:
         self._clock.wake_at(self.scheduler.wake_at_s)
 
     def carry_out_now(self) -> None:
-        """Carry out the decisions of a moment that changes no deadline, such as copies of evicted blocks."""
+        """Carry out all decisions without setting the next tick, when no deadline has changed."""
         self._is_carrying_out = True
         try:
             while decisions := self.scheduler.decisions.take():

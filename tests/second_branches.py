@@ -49,7 +49,7 @@ def steps_of(prompt: list[int], answer: list[int], *, by_tree: bool) -> list[Ste
     lookup, known, steps = Lookup(), 1, []
     while known < len(answer):
         text, rest = [*prompt, *answer[:known]], answer[known:]
-        lookup.take_in(text, len(text))
+        lookup.index(text, len(text))
         best, other = two_places(lookup, text)
         chain = num_came(text, best, rest) if best >= 0 else 0
         tree = max(chain, num_came(text, other, rest)) if other is not None else chain

@@ -496,7 +496,7 @@ def _dequantizer(config: ModelConfig) -> HfQuantizer | None:
 
 
 class _Stored:
-    """This rank's part of a tensor, in place of the file slice that transformers reads, from any thread."""
+    """This rank's part of a tensor, used instead of the file slice that transformers reads, from any thread."""
 
     def __init__(
         self,

@@ -102,7 +102,7 @@ def receive_payload(connection: socket.socket, header: Header, num_bytes: int) -
     Raises TransferError if it has another size or fails its checksum, OSError if it does not arrive in time.
     """
     if header.num_bytes != num_bytes:
-        raise TransferError(f"a message of remote KV has {header.num_bytes} bytes in place of {num_bytes}")
+        raise TransferError(f"a message of remote KV has {header.num_bytes} bytes instead of {num_bytes}")
     payload = _receive(connection, num_bytes)
     if zlib.crc32(payload, header.own_checksum) != header.checksum:
         raise TransferError("a message of remote KV is damaged")
@@ -122,9 +122,9 @@ def receive_reply(
     if header.kind is Kind.REVOKED:
         raise RemoteKVRevoked("the node that holds remote KV needs its blocks for an older request")
     if header.kind is not kind:
-        raise TransferError(f"remote KV answers {header.kind.name} in place of {kind.name}")
+        raise TransferError(f"remote KV replies {header.kind.name} instead of {kind.name}")
     if header.layer != layer:
-        raise TransferError(f"remote KV answers for layer {header.layer} in place of {layer}")
+        raise TransferError(f"remote KV replies for layer {header.layer} instead of {layer}")
     return header, receive_payload(connection, header, num_bytes)
 
 

@@ -28,7 +28,10 @@ T = TypeVar("T")
 
 
 def tile_tokens(settings: NodeSettings, engine: Engine) -> int:
-    """Return the tokens of a tile; 0 without distributed KV. Raises SettingsError if it is set and not supported."""
+    """Return the number of tokens of a tile, the unit of distributed KV; 0 if the settings switch it off.
+
+    Raises SettingsError if distributed KV is switched on and the engine does not support it.
+    """
     if not settings.distributed_kv:
         return 0
     if not engine.holds_remote_kv:
@@ -40,9 +43,9 @@ def tile_tokens(settings: NodeSettings, engine: Engine) -> int:
 
 
 class RemoteKVEnds:
-    """Connect the node's scheduler to KV holders and their clients.
+    """Connects the node's scheduler to KV holders (other nodes), and to clients of this node's own holder.
 
-    Created in the node's event loop, if there are tiles.
+    Created in the node's event loop, if distributed KV is switched on.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class RemoteKVEnds:
     ) -> None:
         """Listen for tiles of other nodes.
 
-        `lease`, `release` and `on_opened` are called in the event loop. Raises SettingsError.
+        `lease`, `release` and `on_opened` are called in the event loop. Raises SettingsError if it cannot listen.
         """
         self._loop = asyncio.get_running_loop()
         self._pool, self._layers = engine.pool, engine.layout.layers
@@ -74,7 +77,7 @@ class RemoteKVEnds:
         return self._host.address
 
     def carry_out(self, decision: OpenRemoteKV | RevokeRemoteKV | CloseRemoteKV) -> None:
-        """Carry out a decision.
+        """Carry out a decision, without waiting for its end.
 
         The result of OpenRemoteKV goes to `on_opened`; revoked blocks are returned by `release`.
         """
@@ -99,7 +102,10 @@ class RemoteKVEnds:
         opening.add_done_callback(report)
 
     def close(self) -> None:
-        """Close both ends. Call outside the event loop, which releases the held blocks meanwhile."""
+        """Close the holder and end the threads.
+
+        Call outside the event loop, which releases the held blocks meanwhile.
+        """
         self._host.close()
         self._threads.shutdown(wait=True)
 

@@ -24,7 +24,10 @@ MOST_PARTS: Final = 3, 4  # of a pool: the share that distributed KV of other no
 
 
 def most_hosted_tokens(num_blocks: int, block_size: int, tile_tokens: int) -> int:
-    """Return the most tokens that a node holds for other nodes, in whole tiles; 0 without tiles."""
+    """Return the most tokens whose KV a node of `num_blocks` blocks holds for other nodes, in whole tiles.
+
+    0 without tiles (tile_tokens 0).
+    """
     parts, of = MOST_PARTS
     return num_blocks * block_size * parts // of // tile_tokens * tile_tokens if tile_tokens else 0
 
@@ -43,7 +46,7 @@ class _Held:
 
 
 class HeldKV:
-    """Track the KV of other nodes' requests on this node, by number."""
+    """Tracks the blocks of this node that hold KV of other nodes' requests, by the number of the connection."""
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class HeldKV:
     ) -> None:
         """Create an empty tracker.
 
-        `on_revoked` is called with the number of each lease that must be released.
+        `on_revoked` is called with the number of each connection whose blocks are revoked.
         """
         self._allocator = allocator
         self._blocks_each = tile_tokens // block_size
@@ -65,41 +68,41 @@ class HeldKV:
 
     @property
     def blocks_each(self) -> int:
-        """Return the blocks of a tile; 0 without tiles."""
+        """Return how many blocks a tile takes; 0 without tiles."""
         return self._blocks_each
 
     @property
     def held(self) -> dict[int, BlockLease]:
-        """Return the leases of blocks that hold KV of other nodes' requests, by the number of the remote KV."""
+        """Return the leases of blocks that hold KV of other nodes' requests, by the number of the connection."""
         return {number: each.lease for number, each in self._remote_kvs.items()}
 
     @property
     def num_blocks(self) -> int:
-        """Return the blocks that hold KV of other nodes."""
+        """Return how many blocks hold KV of other nodes' requests."""
         return sum(each.num_blocks for each in self._remote_kvs.values())
 
     def num_firm(self, age: float) -> int:
-        """Return the blocks that are not revoked for a request of this age."""
+        """Return how many blocks would not be revoked for a request of this age: those of requests as old or older."""
         return sum(each.num_blocks for each in self._remote_kvs.values() if each.age <= age)
 
     @property
     def is_revoking(self) -> bool:
-        """Return whether revoked blocks are about to come free."""
+        """Return whether blocks were revoked that have not been released yet."""
         return any(each.is_revoked for each in self._remote_kvs.values())
 
     @property
     def may_grow(self) -> bool:
-        """Return whether one more tile of other nodes is allowed, if there are free blocks."""
+        """Return whether one more tile of other nodes is below the limit, whether or not blocks are free."""
         return self._most_blocks - self.num_blocks >= self._blocks_each > 0
 
     def may_grow_for(self, age: int) -> bool:
-        """Return whether one more tile is allowed for a request of this age, once younger requests are revoked."""
+        """Return whether one more tile would be below the limit once requests younger than `age` are revoked."""
         return self._most_blocks - self.num_firm(age) >= self._blocks_each > 0
 
     def lease(self, number: int, most_tiles: int, age: int, *, num_spare: int = 0) -> list[int]:
         """Lease the blocks of at most `most_tiles` tiles, leaving `num_spare` blocks free; the list may be empty.
 
-        `age` is that of the remote request.
+        `number` is that of the connection, `age` that of the remote request.
         """
         assert number not in self._remote_kvs
         room = min(self._most_blocks - self.num_blocks, self._allocator.num_free) - num_spare
@@ -111,7 +114,10 @@ class HeldKV:
         return list(lease.block_ids)
 
     def revoke(self) -> None:
-        """Revoke the blocks of the youngest remote request, which begins again; the blocks come free soon."""
+        """Revoke all blocks of the youngest remote request, which begins again elsewhere; the blocks come free soon.
+
+        There must be a remote request.
+        """
         youngest = max(each.age for each in self._remote_kvs.values())
         for number, each in self._remote_kvs.items():
             if each.age == youngest:
@@ -120,7 +126,7 @@ class HeldKV:
                 self._on_revoked(number)
 
     def release(self, number: int) -> None:
-        """Release the blocks that another node's request has here; does nothing for a number that has none."""
+        """Free the blocks of this connection; does nothing if it has none."""
         if (held := self._remote_kvs.pop(number, None)) is not None:
             held.lease.release()
 
@@ -131,7 +137,7 @@ HOLD_S: Final = 5.0  # after which younger requests are preempted
 
 
 class TileReservation(Reserve):
-    """Track the reservation of the oldest remote request that waits for blocks of this node."""
+    """Reserves the blocks of a tile for the oldest remote request that waits for blocks of this node."""
 
     def __init__(self, node_requests: NodeRequests, leases: Leases, held_kv: HeldKV) -> None:
         self._node_requests, self._leases, self._held_kv = node_requests, leases, held_kv
@@ -142,17 +148,20 @@ class TileReservation(Reserve):
 
     @property
     def wake_at_s(self) -> float | None:
-        """Return when the next `tick` is due, or None."""
+        """Return the time at which the reservation ends; None without one."""
         return self._ends_s if self.age < math.inf else None
 
     def put(self, age: int, now: float, step_s: float) -> None:
-        """Reserve blocks for a request that has asked again in vain. `step_s` is the time of one of its steps."""
+        """Reserve blocks for a remote request that has asked again in vain, unless an older one has the reservation.
+
+        `step_s` is the seconds of one of its steps, in which it does not ask.
+        """
         if age < self.age:
             self.age, self._due_s = age, now + HOLD_S
         self._ask(age, now, step_s, is_served=False)
 
     def serve(self, age: int, now: float, step_s: float) -> None:
-        """Note that a request has got blocks."""
+        """Note that the remote request of this age has got blocks; its reservation stays for a while."""
         self._ask(age, now, step_s, is_served=True)
 
     def _ask(self, age: int, now: float, step_s: float, *, is_served: bool) -> None:
@@ -165,11 +174,14 @@ class TileReservation(Reserve):
             self.age = math.inf
 
     def num_kept_from(self, age: int) -> int:
-        """Return the free blocks that a request of this age must leave."""
+        """Return how many free blocks a request of this age must leave."""
         return self._held_kv.blocks_each if age > self.held_back_from() else 0
 
-    def gate(self, num_blocks: Callable[[NodeRequest], int]) -> Callable[[NodeRequest], bool]:
-        """Return a function that tells, for requests in turn, whether they leave enough blocks."""
+    def reserve_rule(self, num_blocks: Callable[[NodeRequest], int]) -> Callable[[NodeRequest], bool]:
+        """Return a function that tells, for one request after another, whether it leaves the reserved blocks free.
+
+        `num_blocks` returns the blocks that a request would take.
+        """
         held_back_from = self.held_back_from()
         return lambda each: each.age <= held_back_from or self._leaves_enough(num_blocks(each))
 
@@ -177,11 +189,14 @@ class TileReservation(Reserve):
         return self._leases.num_free - num_blocks >= self._held_kv.blocks_each
 
     def held_back_from(self) -> float:
-        """Return the age from which requests leave the blocks of a tile free; inf without a restriction."""
+        """Return the age number above which requests leave the blocks of a tile free; inf without a restriction.
+
+        There is none if the blocks of younger requests would not be enough for a tile.
+        """
         return self.age if self.age < math.inf and self._makes_up(self._is_younger) else math.inf
 
     def revokes(self) -> bool:
-        """Return whether tiles of younger remote requests are to be revoked, since preempting here is not enough."""
+        """Return whether tiles of younger remote requests must be revoked: preempting requests here is not enough."""
         held_kv = self._held_kv
         if not self._is_due or self._is_served or held_kv.is_revoking:
             return False
@@ -189,10 +204,11 @@ class TileReservation(Reserve):
         return has_younger and not (held_kv.may_grow and self._makes_up(self._is_younger))
 
     def victims(self) -> Iterable[NodeRequest]:
-        """Return the younger requests to preempt before the next step, so that the blocks of a tile come free.
+        """Return the requests to preempt before the next step, so that the blocks of a tile come free.
 
-        Empty without an unserved reservation, while any request is being revoked, and if those that may give way are
-        too few."""
+        They are younger than the reservation's request. Empty without an unserved reservation, while any request is
+        being revoked, and if those that may be preempted hold too few blocks.
+        """
         if self.age == math.inf or self._is_served or any(each.is_revoked for each in self._node_requests):
             return []
         victims: list[NodeRequest] = []

@@ -25,7 +25,7 @@ PATIENCE_S: Final = 30.0  # total wait for holders without room, until one has r
 
 
 class Opened(Protocol):
-    """Describe tiles that are held on another node."""
+    """Tiles of a request of this node that another node holds."""
 
     @property
     def num_tiles(self) -> int: ...
@@ -36,7 +36,7 @@ class Opened(Protocol):
 
 
 class DistributedKV(StepSource):
-    """Track the distributed KV of one node: tiles of its requests on other nodes, and tiles of theirs here."""
+    """Tracks the distributed KV of one node: tiles of its requests on other nodes, and tiles of theirs here."""
 
     kind = "distributed KV"
 
@@ -62,40 +62,39 @@ class DistributedKV(StepSource):
         leases.on_remote_kv_left = self._close
 
     def join(self, admission: Admission, preemption: Preemption) -> None:
-        """Have `admission` keep blocks free for the reservations of other nodes, and `preemption` take blocks for
-        them."""
+        """Connect the tracker to `admission`, which keeps blocks free for other nodes, and to `preemption`."""
         self._admission, self._preemption = admission, preemption
         admission.reserve = self._reservation
 
     @property
     def held(self) -> dict[int, BlockLease]:
-        """Return the leases of blocks that hold KV of other nodes' requests, by the number of the remote KV."""
+        """Return the leases of blocks that hold KV of other nodes' requests, by the number of the connection."""
         return self.held_kv.held
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no KV of other nodes is here."""
+        """Return whether no KV of other nodes' requests is here."""
         return not self.held_kv.num_blocks
 
     @property
     def wake_at_s(self) -> float | None:
-        """Return when the next `tick` is due, or None."""
+        """Return the time at which the next `tick` is due; None if nothing waits."""
         wakes = [retry_s for each, (retry_s, _) in self._held_up.items() if not each.is_busy]
         if self._reservation.wake_at_s is not None:
             wakes.append(self._reservation.wake_at_s)
         return min(wakes, default=None)
 
     def fill(self, load: inference_pb2.NodeLoad) -> None:
-        """Fill in the tiles of other nodes here, and the number of tiles that were placed on other nodes."""
+        """Set the fields of `load` that count tiles of other nodes here and tiles that were placed on other nodes."""
         load.num_remote_kv_blocks, load.num_remote_kvs_revoked = self.held_kv.num_blocks, self.held_kv.num_revoked
         load.num_remote_kvs = self.num_opened
 
     # ---- tiles of other nodes ----
 
     def lease_remote_kv(self, number: int, most_tiles: int, tile_request: TileRequest, now: float) -> list[int]:
-        """Return blocks for tiles of another node's request; the list may be empty.
+        """Lease blocks for at most `most_tiles` tiles of another node's request; return them, perhaps none.
 
-        If the request asks again, room is made for it.
+        `number` is that of the connection. If the request asks again, blocks are reserved for it.
         """
         if not self.may_hold(tile_request.age):
             return []
@@ -136,24 +135,28 @@ class DistributedKV(StepSource):
     # ---- steps ----
 
     def before_step(self) -> None:
-        """Preempt requests, and revoke tiles of other nodes, for the oldest reservation."""
+        """Preempt requests and revoke tiles of other nodes, so that the oldest waiting remote request gets blocks."""
         for victim in self._reservation.victims():
             self._preemption.preempt(victim)
         if self._reservation.revokes():
             self.held_kv.revoke()
 
     def after_step(self, node_requests: list[NodeRequest], step_s: float, now: float) -> None:
-        """Begin requests again whose tiles were revoked, fail those whose tiles are lost, and ask holders again."""
+        """Handle the ends of remote KV in a step of `step_s` seconds of these requests.
+
+        Requests whose tiles were revoked begin again, and requests whose tiles are lost fail. Holders that had no room
+        are asked again where that is due.
+        """
         for node_request in node_requests:
             if any(remote_kv.is_revoked for remote_kv in node_request.request.remote_kvs):
                 self._preemption.preempt(node_request)
             self._check(node_request, now, step_s)
 
     def unblock(self) -> bool:
-        """Fail a request that lacks blocks because this node holds tiles of older requests.
+        """Fail a request that lacks blocks because this node holds tiles of older requests; return whether one failed.
 
-        Another node may have enough blocks. KV of younger requests is revoked instead. Returns whether a request
-        failed.
+        Another node may have enough blocks. If KV of younger requests can be revoked instead, it is, and the result is
+        False.
         """
         node_request = self.stranded()
         if node_request is None or self.revoke(node_request):
@@ -163,9 +166,9 @@ class DistributedKV(StepSource):
         return True
 
     def stranded(self) -> NodeRequest | None:
-        """Return the oldest request that cannot get enough blocks beside the tiles of other nodes.
+        """Return the oldest request that cannot get enough blocks beside the tiles of other nodes, or None.
 
-        For a node that has nothing to compute and nothing to preempt. None if there is no such request.
+        For a node that has nothing to compute and nothing to preempt.
         """
         held_kv, admission = self.held_kv, self._admission
         if not held_kv.num_blocks or held_kv.is_revoking or admission.comes_any_free_soon:
@@ -175,10 +178,10 @@ class DistributedKV(StepSource):
         return next((each for each in lacking if admission.num_blocks_for(each) > num_left), None)
 
     def revoke(self, node_request: NodeRequest) -> bool:
-        """Revoke tiles of the youngest remote requests for a stranded request.
+        """Revoke tiles of the youngest remote requests for a stranded request; return whether that was done.
 
-        The blocks come free soon, for this request. Returns False, and revokes nothing, if that would not be enough or
-        the KV is of older requests.
+        The blocks come free soon, for this request. False, with nothing revoked, if that would not be enough or the KV
+        is of older requests.
         """
         num_left = self._leases.num_blocks - self.held_kv.num_firm(node_request.age)
         if self._admission.num_blocks_for(node_request) > num_left:
@@ -191,9 +194,9 @@ class DistributedKV(StepSource):
     # ---- tiles on other nodes ----
 
     def fit(self, node_request: NodeRequest, num_tokens: int) -> int:
-        """Return how many of `num_tokens` tokens have blocks, growing the lease.
+        """Return how many of `num_tokens` tokens of a request with distributed KV have blocks, after growing its lease.
 
-        If not all have, the oldest tiles of the request are being moved.
+        If not all have, its oldest tiles are sent to another node; 0 while that happens.
         """
         leases = self._leases
         if node_request.is_moving or node_request.in_step:
@@ -227,7 +230,10 @@ class DistributedKV(StepSource):
         return max((each for each in waiting if not each.is_ending), key=lambda each: each.age, default=None)
 
     def opened(self, node_request: NodeRequest, remote_kv: Opened | None, now: float) -> None:
-        """Record the end of an `OpenRemoteKV`; `remote KV` is None if no holder has room."""
+        """Record the end of an `OpenRemoteKV`; `remote_kv` is None if no holder has room.
+
+        On success the blocks of the sent tiles are freed here.
+        """
         distributed = _distributed_of(node_request)
         distributed.is_moving = False
         if remote_kv is not None:
@@ -241,7 +247,7 @@ class DistributedKV(StepSource):
         self._endings.settle(node_request)
 
     def tick(self, now: float) -> None:
-        """Ask holders again that had no room, where an attempt is due. Fail a request that has waited over PATIENCE_S.
+        """Ask holders again that had no room, where that is due, and fail a request that has waited over PATIENCE_S.
 
         Also ends the reservation of another node's request that asks no more.
         """

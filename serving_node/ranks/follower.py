@@ -25,7 +25,7 @@ MAX_UNDONE: Final = 2**14  # queued commands while a step runs
 
 
 class Follower:
-    """Receive commands and run steps. Belongs to one event loop."""
+    """Runs a rank other than 0: receives commands of rank 0 and runs its steps. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -44,7 +44,10 @@ class Follower:
         self._held_up: deque[ranks_pb2.RankCommand] = deque()  # transfer commands behind a KV offload command
 
     async def run(self) -> None:
-        """Run until rank 0 sends stop. Signals are left to rank 0, which drains first."""
+        """Carry out commands until rank 0 sends stop. Ends the process if a rank is lost.
+
+        Signals are left to rank 0, which drains first.
+        """
         loop = asyncio.get_running_loop()
         for number in ending_signals():
             loop.add_signal_handler(number, _leave_to_rank_0, number)
@@ -111,7 +114,7 @@ def _leave_to_rank_0(number: signal.Signals) -> None:
 
 
 def rank_load(*engines: Engine) -> inference_pb2.RankLoad:
-    """Return the memory use of this process; the first engine is the node's own."""
+    """Return the memory use of this process; the first engine is the node's own, the others belong to draft models."""
     return inference_pb2.RankLoad(
         rank=engines[0].group.rank,
         rss_bytes=resident_bytes(),

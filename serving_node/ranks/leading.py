@@ -47,7 +47,7 @@ M = TypeVar("M", bound=Message)
 
 
 class RankStream(Generic[M]):
-    """Hold one end of a stream; M is the type of messages from the other end."""
+    """One end of a stream of protobuf messages between two ranks; M is the type of messages from the other end."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: type[M]) -> None:
         self._reader = reader
@@ -62,7 +62,7 @@ class RankStream(Generic[M]):
         self._writer.write(len(packed).to_bytes(LENGTH_BYTES, "big") + packed)
 
     async def receive(self) -> M:
-        """Return the next message. Raises RankLost if the stream has ended or a message is invalid."""
+        """Wait for the next message and return it. Raises RankLost if the stream has ended or a message is invalid."""
         try:
             length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
             if length > MAX_MESSAGE_BYTES:
@@ -78,7 +78,10 @@ class RankStream(Generic[M]):
 
 
 async def dial(host: str, port: int, receives: type[M]) -> RankStream[M]:
-    """Connect to rank 0. Raises RankLost if rank 0 does not respond in time."""
+    """Connect to rank 0 at this address; return the stream, which receives messages of type `receives`.
+
+    Raises RankLost if rank 0 does not respond within CONNECT_DEADLINE_S.
+    """
     try:
         async with asyncio.timeout(CONNECT_DEADLINE_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -89,7 +92,7 @@ async def dial(host: str, port: int, receives: type[M]) -> RankStream[M]:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Tell followers the address of rank 0 and the secret to show there; passed within the process group."""
+    """The address of rank 0 and the secret to show there, which followers get within the process group."""
 
     host: str
     port: int
@@ -105,7 +108,7 @@ class Meeting:
 
 
 class Followers:
-    """Command the other ranks of the node; none for a single process."""
+    """The other ranks of a node, which rank 0 commands; none for a single process."""
 
     def __init__(self, num_followers: int) -> None:
         self.kv_addresses: dict[int, str] = {}  # of each follower's data plane
@@ -123,7 +126,7 @@ class Followers:
         return self._num_followers
 
     async def gather(self, exchange: Exchange) -> None:
-        """Listen, tell the followers the address, and wait until all are connected.
+        """Listen, send the followers the address through `exchange`, and wait until all are connected.
 
         Raises RankLost if the followers do not connect within HELLO_DEADLINE_S.
         """
@@ -147,12 +150,12 @@ class Followers:
             stream.send(ranks_pb2.RankCommand(**command))
 
     def announce(self, works: Sequence[Work]) -> None:
-        """Send the followers the next step of rank 0."""
+        """Send every follower the scheduled tokens of the next step of rank 0."""
         if self.streams:
             self.send(step=ranks_pb2.StepPlan(shares=[share_to_wire(work) for work in works]))
 
     async def watch(self) -> None:
-        """Receive the followers' reports until one is lost; then this process ends."""
+        """Receive the followers' reports; end this process when a follower is lost or silent for SILENCE_S."""
         self._heard_at = dict.fromkeys(self.streams, time.monotonic())
         try:
             await first_to_end(self._watch_silence(), *(self._read(*each) for each in self.streams.items()))
@@ -160,15 +163,15 @@ class Followers:
             die(error)
 
     def fail_step(self, error: Exception) -> None:
-        """Handle a failed step on rank 0.
+        """Handle a step that failed on rank 0 with this error.
 
-        Unless all ranks have reached its end, the followers still wait in the middle of the step, and the node ends.
+        Unless all ranks have reached its end, the followers still wait in the middle of the step, and the process ends.
         """
         if self.streams and not isinstance(error, ModelError):
             die(error)
 
     def stop(self) -> None:
-        """Let every follower end its process."""
+        """Command every follower to end its process."""
         self.send(stop=ranks_pb2.Stop())
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -218,7 +221,7 @@ class Followers:
 
 
 class Leader:
-    """Represent rank 0 on a follower."""
+    """Rank 0 as seen by a follower: a stream of its commands and to it."""
 
     def __init__(self, stream: RankStream[ranks_pb2.RankCommand], load: inference_pb2.RankLoad) -> None:
         self.stream = stream
@@ -226,9 +229,10 @@ class Leader:
 
     @classmethod
     async def join(cls, exchange: Exchange, kv_address: str, kv_key: bytes, load: inference_pb2.RankLoad) -> "Leader":
-        """Connect to rank 0.
+        """Connect to rank 0, whose address `exchange` gives, and introduce this rank.
 
-        `load` sets rank, kv_pool_bytes and weight_bytes. Raises RankLost.
+        kv_address and kv_key are those of this rank's data plane. `load` sets rank, kv_pool_bytes and weight_bytes.
+        Raises RankLost.
         """
         meeting = Meeting.decode(exchange(b"")[0])
         stream = await dial(meeting.host, meeting.port, ranks_pb2.RankCommand)
@@ -238,15 +242,15 @@ class Leader:
         return leader
 
     def send(self, **event: Any) -> None:
-        """Report one event, named by its oneof field."""
+        """Report one event to rank 0, named by its oneof field."""
         self.stream.send(ranks_pb2.RankEvent(**event))
 
     async def command(self) -> ranks_pb2.RankCommand:
-        """Return the next command. Raises RankLost."""
+        """Wait for the next command and return it. Raises RankLost."""
         return await self.stream.receive()
 
     async def report_load(self) -> None:
-        """Send this process's load at intervals until cancelled."""
+        """Send this process's memory use every LOAD_REPORT_S seconds, until cancelled."""
         while True:
             self._load.rss_bytes = resident_bytes()
             self.send(load=self._load)
@@ -254,12 +258,15 @@ class Leader:
 
 
 def die(why: object) -> NoReturn:
-    """End the process after the loss of a rank, since an engine that waits in a collective cannot be waited for."""
+    """End the process at once, with a line in the log, after the loss of a rank.
+
+    An engine that waits in a collective cannot be waited for.
+    """
     end_at_once(f"this node has lost a rank and ends: {why}")
 
 
 def end_at_once(last_words: str) -> NoReturn:
-    """End this process whatever its engine does, with a line in the log."""
+    """Log these words and end this process at once with LOST_EXIT_CODE, whatever its engine does."""
     logger.critical(last_words)
     logging.shutdown()
     os._exit(LOST_EXIT_CODE)

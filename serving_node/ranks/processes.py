@@ -26,7 +26,10 @@ _held: Final[list[socket.socket]] = []
 
 
 def started_rank() -> int | None:
-    """Return this process's rank if the environment sets one, else None. Raises SettingsError."""
+    """Return the rank that RANK in the environment gives this process; None if it is not set.
+
+    Raises SettingsError if it is no number.
+    """
     rank = os.environ.get("RANK")
     if rank is not None and not rank.isdecimal():
         raise SettingsError(f"RANK must be a number, not {rank!r:.20}")
@@ -34,7 +37,7 @@ def started_rank() -> int | None:
 
 
 def is_first_here() -> bool:
-    """Return whether this is the node's one rank on this machine that opens per-machine ports."""
+    """Return whether this process opens the ports that a machine has once: its LOCAL_RANK is 0 or not set."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -52,9 +55,10 @@ def check_world(engine: EngineSettings) -> None:
 
 
 def start_followers(package: str, settings: Any, name: str) -> None:
-    """Start ranks 1, 2, ... of this node as `python -m package` with the same settings; this process becomes rank 0.
+    """Start ranks 1, 2, ... of the node `name` as `python -m package` with the same settings; this process is rank 0.
 
-    The followers die with this process, and this process dies with any of them. Raises SettingsError.
+    Sets the environment by which the ranks meet. The followers die with this process, and this process dies with any of
+    them. Raises SettingsError if a process cannot be started.
     """
     settings = dataclasses.replace(settings, link=dataclasses.replace(settings.link, name=name))
     num_ranks = settings.engine.num_ranks

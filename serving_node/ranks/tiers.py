@@ -13,7 +13,7 @@ TIER_COMMANDS = ("offload", "load_blocks", "cancel_load")
 
 
 class NodeTier:
-    """Carry out KV offload decisions on all ranks.
+    """Carries out KV offload decisions on all ranks.
 
     `on_loaded` receives a load that all ranks have finished, with the number of blocks that are good on all. `on_lost`
     receives slots of this rank that hold nothing; losses on other ranks show when a slot is read.
@@ -36,7 +36,7 @@ class NodeTier:
         self._num_behind: Counter[int] = Counter()  # ranks that have not reported
 
     def carry_out(self, decision: Offload | Load | CancelLoad) -> None:
-        """Carry out a decision on this rank, and command the followers to do so."""
+        """Carry out a decision on this rank, and send it to the followers, which carry it out too."""
         assert self._store is not None, "a node without KV offload has decided to offload"
         match decision:
             case Offload(copies=copies):
@@ -54,7 +54,7 @@ class NodeTier:
                 self._num_good.pop(load_id, None)
 
     def loaded(self, load_id: int, num_good: int) -> None:
-        """Record that a rank has finished its part of a load."""
+        """Record that one rank has finished its part of a load, with `num_good` leading blocks."""
         if load_id not in self._num_good:
             return  # the load was given up
         self._num_good[load_id] = min(self._num_good[load_id], num_good)
@@ -65,7 +65,7 @@ class NodeTier:
 
 
 def follow(command: ranks_pb2.RankCommand, store: TierStore, leader: Leader) -> None:
-    """Carry out one of TIER_COMMANDS on a follower."""
+    """Carry out one of TIER_COMMANDS on a follower; the end of a load is reported to `leader`."""
     match command.WhichOneof("command"):
         case "offload":
             offload = command.offload

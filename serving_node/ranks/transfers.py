@@ -27,7 +27,7 @@ from serving_node.ranks.leading import Followers, Leader
 
 
 class TransferEvents(Protocol):
-    """Define what hears of transfers, by epoch, when the event is complete on all ranks."""
+    """Takes the events of transfers, by epoch, each when it is complete on all ranks."""
 
     def credited(self, epoch: int, descriptor: bytes) -> None: ...
     def receiving(self, epoch: int) -> None: ...
@@ -46,7 +46,7 @@ class _Parts(Generic[Done]):
 
 
 class RankResults(Generic[Done]):
-    """Combine the results of each transfer over all ranks, by epoch."""
+    """Combines the results of each transfer over all ranks, by epoch."""
 
     def __init__(
         self, tp_size: int, cancel: Callable[[int], None], on_ended: Callable[[int, Done | TransferFailed], None]
@@ -73,7 +73,7 @@ class RankResults(Generic[Done]):
         self._open[epoch] = _Parts(set(range(self._tp_size)))
 
     def end(self, epoch: int, rank: int, result: Done | TransferFailed) -> None:
-        """Record the result of one rank's part."""
+        """Record the result of one rank's part; `on_ended` follows the last part, `cancel` the first failure."""
         parts = self._open[epoch]
         parts.missing.remove(rank)
         is_first_failure = isinstance(result, TransferFailed) and not any(
@@ -88,7 +88,7 @@ class RankResults(Generic[Done]):
 
 
 class RankTransfers(ABC):
-    """Send and receive one rank's heads of KV blocks, by epoch. Calls for an unknown or ended epoch do nothing."""
+    """Sends and receives one rank's heads of KV blocks, by epoch. Calls for an unknown or ended epoch do nothing."""
 
     def __init__(self, sender: KVSender, receiver: KVReceiver, overlap_min_tokens: int) -> None:
         self._sender, self._receiver = sender, receiver
@@ -166,7 +166,7 @@ class RankTransfers(ABC):
 
 
 class NodeTransfers(RankTransfers):
-    """Run transfers on all ranks, by epoch."""
+    """Runs the transfers of a node on all of its ranks, by epoch."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class NodeTransfers(RankTransfers):
 
     @property
     def num_unopened(self) -> int:
-        """Return the number of transfers whose blocks are not open on every rank."""
+        """Return the number of transfers to this node whose blocks are not open on every rank yet."""
         return len(self._unopened)
 
     @property
@@ -215,17 +215,17 @@ class NodeTransfers(RankTransfers):
 
     @property
     def keys(self) -> list[bytes]:
-        """Return the keys that the ranks show at receivers, in rank order; empty if the transport has no keys."""
+        """Return the public keys of the ranks as senders, in rank order; empty if the transport has no keys."""
         others = self._followers.kv_keys
         return [key for key in (self._sender.transport.key, *(others[rank] for rank in sorted(others))) if key]
 
     def admit(self, keys: Sequence[bytes]) -> None:
-        """Allow senders with these keys to dial every rank."""
+        """Allow senders with these public keys to dial every rank."""
         if keys and (new := self._receiver.transport.allow(keys)) and self._followers:
             self._followers.send(admit=ranks_pb2.Admit(keys=new))
 
     def carry_out(self, decision: Receive | FetchPrefix | Send | SendMore | FinishSend | CancelTransfer) -> None:
-        """Carry out a decision about transfers."""
+        """Carry out a decision about transfers on all ranks, without waiting for its end."""
         match decision:
             case Receive(node_request=node_request, num_blocks=num_blocks):
                 self._receive(node_request, num_blocks)
@@ -291,7 +291,7 @@ class NodeTransfers(RankTransfers):
     def open(self, descriptor: TransferDescriptor, block_ids: Sequence[int]) -> None:
         """Open these blocks on every rank to the sender of `descriptor`.
 
-        `credited` is reported once all ranks have, perhaps at once; `receiving` when this rank hears from the sender.
+        `credited` is reported once all ranks have, perhaps at once; `receiving` when this rank's first block arrives.
         """
         epoch, packed = descriptor.epoch, descriptor.encode()
         self._received_by.begin(epoch)
@@ -301,7 +301,7 @@ class NodeTransfers(RankTransfers):
         self._expect(descriptor, block_ids)
 
     def send(self, epoch: int, descriptor: bytes, block_ids: Sequence[int]) -> None:
-        """Begin to send; these leading blocks are final.
+        """Begin to send, on all ranks, by this encoded descriptor; these leading blocks are final.
 
         `caught_up` is reported at most once, when every rank has sent all ready blocks, perhaps before `finish`.
         """
@@ -313,13 +313,13 @@ class NodeTransfers(RankTransfers):
         self._ready(epoch, block_ids)
 
     def send_more(self, epoch: int, block_ids: Sequence[int]) -> None:
-        """Extend the final leading blocks of a transfer."""
+        """Extend the final leading blocks of a transfer from this node to these."""
         if self._followers:
             self._followers.send(send_more=ranks_pb2.SendMore(epoch=epoch, block_ids=block_ids))
         self._ready(epoch, block_ids)
 
     def finish(self, epoch: int, block_ids: Sequence[int], tail: bytes) -> None:
-        """Complete the sending of a transfer on all ranks.
+        """Send the rest of a transfer on all ranks, then commit.
 
         `block_ids` are all its blocks, and all are final. `tail` is what follows the last block, packed by `to_tail`.
         """
@@ -328,11 +328,14 @@ class NodeTransfers(RankTransfers):
         self._finish(epoch, block_ids, tail)
 
     def on_layer(self, works: Sequence[Work]) -> OnLayer | None:
-        """Return the callback of a step that sends the blocks of `works` while the step computes, or None."""
+        """Return a callback for the engine that sends the blocks of `works` while their step computes.
+
+        None if all of them are sent at the end.
+        """
         return self._while_computed((work.request.epoch, work.share) for work in works)
 
     def cancel(self, epoch: int) -> None:
-        """End a transfer in either direction; epochs are unique over both."""
+        """End a transfer in either direction on all ranks; epochs are unique over both."""
         self._followers.send(cancel_transfer=ranks_pb2.CancelTransfer(epoch=epoch))
         self._cancel_sending(epoch)
         self._receiver.cancel(epoch)
@@ -394,7 +397,7 @@ def _is_last(counts: dict[int, int], epoch: int) -> bool:
 
 
 class FollowerTransfers(RankTransfers):
-    """Run a follower's part of the transfers, as rank 0 commands."""
+    """Runs a follower's part of the node's transfers, as rank 0 commands."""
 
     def __init__(
         self,
@@ -416,7 +419,7 @@ class FollowerTransfers(RankTransfers):
         self._early: Counter[int] = Counter()  # Sends that began before earlier announced steps have run, by epoch
 
     def handle(self, command: ranks_pb2.RankCommand) -> None:
-        """Carry out the immediate part of a command other than a step."""
+        """Carry out what must be done at once of a command other than a step."""
         match command.WhichOneof("command"):
             case "send":
                 self._early[command.send.epoch] += 1
@@ -429,7 +432,7 @@ class FollowerTransfers(RankTransfers):
             self._take(command)
 
     def after_step(self, command: ranks_pb2.RankCommand) -> None:
-        """Carry out the part of a command that must wait for the steps announced before it."""
+        """Carry out what must wait of a command, until the steps announced before it have run."""
         if self._may_lag:
             self._take(command)
         match command.WhichOneof("command"):
@@ -460,7 +463,10 @@ class FollowerTransfers(RankTransfers):
             super()._ready(epoch, block_ids, num_layers)
 
     def on_layer(self, epochs: Sequence[int], shares: Sequence[Share]) -> OnLayer | None:
-        """Return the callback of a step with these shares, or None."""
+        """Return a callback for the engine that sends the blocks of these shares while their step computes.
+
+        `epochs[i]` is the epoch of `shares[i]`. None if all of them are sent at the end.
+        """
         return self._while_computed(zip(epochs, shares, strict=True))
 
     def _opened(self, epoch: int) -> None:

@@ -14,58 +14,58 @@ from decode_node.speculation import (
     MOST_GAINED_S,
     NUM_RECENT,
     Budget,
-    Gate,
+    DraftCosts,
     Record,
 )
 
 
 def gate_with(num_sequences=1, step_s=0.010):
-    gate = Gate()
+    costs = DraftCosts()
     for _ in range(LEAST_STEPS):
-        gate.took(num_sequences, 0, step_s)
-    return gate
+        costs.record_step(num_sequences, 0, step_s)
+    return costs
 
 
 def test_nothing_is_worth_it_before_a_step_was_measured():
-    gate = Gate()
-    assert gate.least_probability(1) == math.inf
+    costs = DraftCosts()
+    assert costs.least_probability(1) == math.inf
     for _ in range(LEAST_STEPS - 1):
-        gate.took(1, 0, 0.010)
-    assert gate.least_probability(1) == math.inf
-    gate.took(1, 0, 0.010)
-    assert gate.least_probability(1) == FIRST_SHARE
-    assert gate.least_probability(2) == math.inf
+        costs.record_step(1, 0, 0.010)
+    assert costs.least_probability(1) == math.inf
+    costs.record_step(1, 0, 0.010)
+    assert costs.least_probability(1) == FIRST_SHARE
+    assert costs.least_probability(2) == math.inf
 
 
 def test_a_draft_token_is_worth_a_tokens_time():
     """A step of 10 ms that takes 14 ms with 4 draft tokens: 1 ms each. Alone, a token takes 10 ms."""
-    gate = gate_with()
-    gate.took(1, 4, 0.014)
-    assert gate.least_probability(1) == pytest.approx(MARGIN * 0.1)
+    costs = gate_with()
+    costs.record_step(1, 4, 0.014)
+    assert costs.least_probability(1) == pytest.approx(MARGIN * 0.1)
 
 
 def test_of_many_answers_a_token_takes_less():
     """20 ms for 16 answers are 1.25 ms a token: a draft token that takes 1 ms has to come four times out of five."""
-    gate = gate_with(16, 0.020)
-    gate.took(16, 10, 0.030)
-    assert gate.least_probability(16) == pytest.approx(MARGIN * 0.8)
+    costs = gate_with(16, 0.020)
+    costs.record_step(16, 10, 0.030)
+    assert costs.least_probability(16) == pytest.approx(MARGIN * 0.8)
 
 
 def test_what_was_measured_is_forgotten_where_it_forbids_everything():
-    gate = gate_with(16, 0.020)
+    costs = gate_with(16, 0.020)
     for _ in range(NUM_RECENT):
-        gate.took(16, 10, 0.060)
-    assert gate.least_probability(16) > 1
+        costs.record_step(16, 10, 0.060)
+    assert costs.least_probability(16) > 1
     for _ in range(NUM_RECENT * FORGET_STEPS):
-        gate.took(16, 0, 0.020)
-    assert gate.least_probability(16) == FIRST_SHARE
+        costs.record_step(16, 0, 0.020)
+    assert costs.least_probability(16) == FIRST_SHARE
 
 
 def test_an_odd_step_tells_little():
-    gate = gate_with()
+    costs = gate_with()
     for step_s in (0.012, 0.012, 0.900, 0.012, 0.012):
-        gate.took(1, 2, step_s)
-    assert gate.least_probability(1) == pytest.approx(MARGIN * 0.1)
+        costs.record_step(1, 2, step_s)
+    assert costs.least_probability(1) == pytest.approx(MARGIN * 0.1)
 
 
 def test_the_longer_the_match_the_likelier():
@@ -110,41 +110,41 @@ def test_draft_tokens_that_never_come_end_soon():
 def test_a_draft_models_draft_tokens_are_to_be_worth_its_time_too():
     """A step of 10 ms: it takes 2 ms to write a token for one answer, at first as it said itself, and a draft token
     makes the step 1 ms longer."""
-    gate = gate_with()
-    assert gate.least_probability_of_drafts(1, 0.002) == FIRST_SHARE
-    assert gate.least_probability_of_drafts(1, 0.009) == pytest.approx(MARGIN * 0.9)
-    gate.took(1, 4, 0.014)
-    assert gate.least_probability_of_drafts(1, 0.002) == pytest.approx(MARGIN * 0.3)
-    gate.drafted(1, 4, 0.012)
-    assert gate.least_probability_of_drafts(1, 0.002) == pytest.approx(MARGIN * 0.4)
-    assert gate.least_probability(1) == pytest.approx(MARGIN * 0.1)
+    costs = gate_with()
+    assert costs.least_probability_of_drafts(1, 0.002) == FIRST_SHARE
+    assert costs.least_probability_of_drafts(1, 0.009) == pytest.approx(MARGIN * 0.9)
+    costs.record_step(1, 4, 0.014)
+    assert costs.least_probability_of_drafts(1, 0.002) == pytest.approx(MARGIN * 0.3)
+    costs.drafted(1, 4, 0.012)
+    assert costs.least_probability_of_drafts(1, 0.002) == pytest.approx(MARGIN * 0.4)
+    assert costs.least_probability(1) == pytest.approx(MARGIN * 0.1)
 
 
 def test_it_writes_for_many_answers_at_once():
     """20 ms for 16 answers, for which it takes 4 ms together: a fifth of what their tokens take, if all have one."""
-    gate = gate_with(16, 0.020)
-    gate.took(16, 16, 0.024)
-    assert gate.least_probability_of_drafts(16, 0.004) == pytest.approx(MARGIN * 0.4)
-    gate.drafted(16, 32, 0.016)
-    assert gate.least_probability_of_drafts(16, 0.004) == pytest.approx(MARGIN * 0.6)
+    costs = gate_with(16, 0.020)
+    costs.record_step(16, 16, 0.024)
+    assert costs.least_probability_of_drafts(16, 0.004) == pytest.approx(MARGIN * 0.4)
+    costs.drafted(16, 32, 0.016)
+    assert costs.least_probability_of_drafts(16, 0.004) == pytest.approx(MARGIN * 0.6)
     for _ in range(FORGET_STEPS):
-        gate.took(16, 0, 0.020)
-    assert gate.least_probability_of_drafts(16, 0.004) == FIRST_SHARE
+        costs.record_step(16, 0, 0.020)
+    assert costs.least_probability_of_drafts(16, 0.004) == FIRST_SHARE
 
 
 def test_a_budget_grows_by_the_time_of_steps_and_by_what_was_gained():
     budget = Budget()
     budget.add(-BUDGET_S - 0.1)
     assert not budget.is_open
-    budget.took(0.1 / BUDGET_SHARE * 0.9)
+    budget.record_step(0.1 / BUDGET_SHARE * 0.9)
     assert not budget.is_open
-    budget.took(0.1 / BUDGET_SHARE * 0.2)
+    budget.record_step(0.1 / BUDGET_SHARE * 0.2)
     assert budget.is_open
-    budget.took(1e6)
+    budget.record_step(1e6)
     budget.add(-BUDGET_S)
     assert not budget.is_open
     budget.add(1e6)
-    budget.took(1.0)
+    budget.record_step(1.0)
     budget.add(-MOST_GAINED_S)
     assert not budget.is_open
 

@@ -9,7 +9,7 @@ from decode_node.speculation import LONGEST, MOST_TRIED, NOWHERE, SHORTEST, Look
 
 def found(token_ids):
     lookup = Lookup()
-    assert lookup.take_in(token_ids, len(token_ids))
+    assert lookup.index(token_ids, len(token_ids))
     return lookup.find(token_ids)
 
 
@@ -41,11 +41,11 @@ def test_fewer_tokens_tell_nothing(text):
 
 def test_it_takes_in_so_much_at_a_time():
     lookup, text = Lookup(), [1, 2, 3, 4, 1, 2, 3]
-    assert not lookup.take_in(text, 4)
-    assert lookup.take_in(text, 4)
+    assert not lookup.index(text, 4)
+    assert lookup.index(text, 4)
     assert lookup.find(text) == (2, 3)
     text.append(4)
-    assert lookup.take_in(text, 4)
+    assert lookup.index(text, 4)
     assert lookup.find(text) == (3, 4)
 
 

@@ -198,7 +198,7 @@ def test_a_flipped_layer_is_noticed_on_either_way(holder, held_kv):
 def test_an_answer_for_another_layer_is_refused(holder, held_kv):
     remote_kv = _open(holder, _filled(), 1)
     remote_kv.send_query(1, memoryview(bytes(8)))
-    with pytest.raises(OSError, match="answers for layer 1 in place of 0"):
+    with pytest.raises(OSError, match="replies for layer 1 instead of 0"):
         remote_kv.receive_partials(0)
 
 

@@ -122,7 +122,7 @@ class Prompts:
         """A step computes so much of it."""
         if node_request.lease is None:
             assert self.house.leases.take(node_request, 4, num_cacheable=0, num_spare=0)
-        self.order.took([node_request.work(num_tokens)])
+        self.order.record_plan([node_request.work(num_tokens)])
 
 
 @pytest.fixture

@@ -237,7 +237,7 @@ def test_behind_other_blocks_it_does_not_go_on_elsewhere(what):
     node.migrate(request, **descriptors[what])
     failed = node.event("a", "migration_failed")
     assert failed.reason == reasons.PAIRING_MISMATCH
-    assert "other blocks" in failed.message
+    assert "cached blocks have other bits" in failed.message
     assert request.epoch not in node.sending
     node.steps()
     assert node.tokens("a") == answer_of(request.token_ids[:9], MAX_TOKENS)

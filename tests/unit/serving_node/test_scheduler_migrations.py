@@ -132,7 +132,7 @@ def test_it_waits_for_that_only_so_long():
     node.tick(160.0)
     failed = node.event("a", "failed")
     assert failed.reason == reasons.TRANSFER_FAILED
-    assert failed.message == "no word on an answer that has stopped came within 60.0 s"
+    assert failed.message == "no command for a frozen sequence came within 60.0 s"
     node.check_empty()
 
 
@@ -374,7 +374,7 @@ def test_nothing_is_taken_back_while_it_will_let_go(state):
 @pytest.mark.parametrize(
     ("descriptor", "message"),
     [
-        ({"num_blocks": 2}, "the answer has 3 blocks by now and 2 were granted"),
+        ({"num_blocks": 2}, "the sequence has 3 blocks now, and 2 were reserved"),
         ({"num_known": PROMPT + 2}, "the descriptor knows 11 tokens of 10"),
         ({"descriptor": b"odd"}, ""),
     ],
@@ -395,7 +395,7 @@ def test_the_step_that_runs_counts_for_what_it_needs():
     assert node_request(node).num_computed == 12
     node.begin()
     node.migrate(request, num_blocks=3)
-    assert node.event("a", "migration_failed").message == "the answer has 4 blocks by now and 3 were granted"
+    assert node.event("a", "migration_failed").message == "the sequence has 4 blocks now, and 3 were reserved"
 
 
 @pytest.mark.parametrize("state", ["queued", "reading", "for another node", "stopped"])
@@ -407,7 +407,7 @@ def test_what_is_not_being_written_cannot_move(state):
     if state == "stopped":
         goes(node, request, "sent")
     node.migrate(request)
-    assert node.event("a", "migration_failed").message == "the answer is not being written now"
+    assert node.event("a", "migration_failed").message == "the sequence is not decoding now"
     assert request.epoch not in node.sending
 
 

@@ -99,8 +99,8 @@ def test_younger_ones_leave_a_tile_and_older_ones_nothing(age, num_kept):
     node.reservation.put(5, 0.0, 0.0)
     assert node.reservation.num_kept_from(age) == num_kept
     for num_blocks in (2, 3):
-        gate = node.reservation.gate(lambda _, num_blocks=num_blocks: num_blocks)
-        assert gate(node.add(f"asks-{num_blocks}", age, RequestState.WAITING, 1)) == (num_blocks == 2 or not num_kept)
+        rule = node.reservation.reserve_rule(lambda _, num_blocks=num_blocks: num_blocks)
+        assert rule(node.add(f"asks-{num_blocks}", age, RequestState.WAITING, 1)) == (num_blocks == 2 or not num_kept)
 
 
 def test_the_oldest_has_the_claim_until_it_lapses():
