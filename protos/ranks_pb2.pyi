@@ -168,10 +168,12 @@ class RankHello(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., secret: _Optional[bytes] = ..., kv_address: _Optional[str] = ..., kv_key: _Optional[bytes] = ...) -> None: ...
 
 class Credited(_message.Message):
-    __slots__ = ("epoch",)
+    __slots__ = ("epoch", "descriptor")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+    descriptor: bytes
+    def __init__(self, epoch: _Optional[int] = ..., descriptor: _Optional[bytes] = ...) -> None: ...
 
 class CaughtUp(_message.Message):
     __slots__ = ("epoch",)

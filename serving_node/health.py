@@ -17,7 +17,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serving_core.net.channels import SERVER_OPTIONS, listen
 from serving_node.ranks.processes import is_first_here
-from serving_node.settings import NodeSettings
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +33,13 @@ _OPTIONS: Final = (
 
 States = Mapping[str, Callable[[], bool]]
 """The current state, by the name of a service."""
+
+
+class _Settings(Protocol):
+    @property
+    def health_host(self) -> str: ...
+    @property
+    def health_port(self) -> int: ...
 
 
 class _Node(Protocol):
@@ -84,7 +90,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 @contextlib.asynccontextmanager
-async def health_port(settings: NodeSettings, states: States) -> AsyncIterator[int]:
+async def health_port(settings: _Settings, states: States) -> AsyncIterator[int]:
     """Serve gRPC health checks while the context is open; its value is the port.
 
     The value is -1, and nothing is served, if the setting `health_port` is negative, or if this is not the machine's

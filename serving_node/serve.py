@@ -1,11 +1,9 @@
-"""Assemble one rank of a node, serve, drain on a signal, stop."""
+"""Assemble one rank of a node, and serve."""
 
-import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
-from typing import Final, Protocol
 
 import torch
 
@@ -23,7 +21,6 @@ from kv_transfer.transports.zmq_keys import Keyring
 from serving_core.errors import SettingsError
 from serving_core.net.descriptors import Spares, kept_spares
 from serving_core.node.costs import StepRates
-from serving_core.process.run import ending_signals
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from serving_core.shapes import PREFILL
@@ -31,33 +28,16 @@ from serving_core.units import size_of
 from serving_node.draft_model import draft_bytes, draft_engine
 from serving_node.health import FOLLOWER_STATES, health_port, node_states
 from serving_node.kv_offload import NO_OFFLOAD, OffloadPlan
-from serving_node.link import FleetLink, Node
+from serving_node.lifetime import serve
+from serving_node.link import FleetLink
 from serving_node.metrics import MetricsServer, NodeExposition
 from serving_node.ranks.follower import Follower, rank_load
-from serving_node.ranks.leading import Followers, Leader, end_at_once
+from serving_node.ranks.leading import Followers, Leader
 from serving_node.ranks.transfers import FollowerTransfers
 from serving_node.runner import NodeRunner
 from serving_node.settings import NodeSettings, is_encrypted
-from serving_node.watchdog import StuckForGood
 
 logger = logging.getLogger(__name__)
-
-IN_FLIGHT_S: Final = 0.3  # until the coordinator knows of a drain and its earlier commands are here
-DETACH_S: Final = 2.0  # for the last events to be written
-LAST_STEP_S: Final = 10.0  # for the running step, whose result is not reported any more
-
-
-class ServedNode(Node, Protocol):
-    """A node as its process sees it."""
-
-    async def run(self) -> None:
-        """Run steps until cancelled."""
-
-    def drain(self) -> None:
-        """Report from the next heartbeat on that the node drains, so that it gets no new attempts."""
-
-    async def idle(self) -> None:
-        """Wait until the node has no attempt."""
 
 
 async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
@@ -99,53 +79,6 @@ async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
             finally:
                 await sender.close()
                 await receiver.close()
-
-
-async def serve(node: ServedNode, link: FleetLink, *, drain_s: float) -> None:
-    """Run the node until SIGTERM, SIGINT or SIGHUP, then let its requests finish for at most `drain_s` seconds.
-
-    A second signal ends the wait. Raises what the node or its link raises. A node whose step does not end exits the
-    process, since its engine cannot be waited for.
-    """
-    stopping = asyncio.Event()
-    drained = asyncio.create_task(_drain(node, link, stopping, drain_s))
-    loop = asyncio.get_running_loop()
-    for number in ending_signals():
-        loop.add_signal_handler(number, lambda: drained.cancel() if stopping.is_set() else stopping.set())
-    attached = asyncio.create_task(link.run(node))
-    tasks = [asyncio.create_task(node.run()), attached, drained]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            if not task.cancelled():  # a second signal cancels the drain
-                task.result()
-        link.stop()
-        await asyncio.wait([attached], timeout=DETACH_S)
-    except StuckForGood as error:
-        end_at_once(f"this node ends: {error}")
-    finally:
-        for task in tasks:
-            task.cancel()
-        try:
-            async with asyncio.timeout(LAST_STEP_S):
-                await asyncio.gather(*tasks, return_exceptions=True)
-        except TimeoutError:
-            end_at_once(f"this node ends: its last step has not ended within {LAST_STEP_S:g} s")
-    logger.info("stopped")
-
-
-async def _drain(node: ServedNode, link: FleetLink, stopping: asyncio.Event, drain_s: float) -> None:
-    """Wait for the signal, then for the requests."""
-    await stopping.wait()
-    logger.info("draining: requests have %g s to end here or to move to other nodes", drain_s)
-    node.drain()
-    link.send(heartbeat=node.heartbeat())
-    await asyncio.sleep(IN_FLIGHT_S)
-    try:
-        async with asyncio.timeout(drain_s):
-            await node.idle()
-    except TimeoutError:
-        logger.warning("requests still running after %.0f s: stopping all the same", drain_s)
 
 
 def _drafter(flags: EngineSettings | None, engine: Engine) -> Drafter | None:

@@ -43,6 +43,7 @@ def hello(
     numerics=None,
     kv_keys=(),
     starved_share=0.0,
+    keeps_sequences=False,
     **fingerprint,
 ):
     role = role or ROLES[name[0]]
@@ -70,6 +71,7 @@ def hello(
             home=shape_to_wire(home or shape),
             kv_keys=kv_keys,
             starved_share=starved_share,
+            keeps_sequences=keeps_sequences,
         )
     )
 

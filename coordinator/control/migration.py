@@ -66,6 +66,8 @@ def may_migrate(request: Request, now: float, *, rest_s: float) -> bool:
     """
     if request.state is not State.DECODING or request.num_tokens_left < MIN_TOKENS_LEFT:
         return False
+    if request.attempt.decode.hello.keeps_sequences:
+        return False
     return request.migrated_s is None or now - request.migrated_s >= rest_s
 
 
@@ -82,7 +84,7 @@ def roomiest(request: Request, nodes: Iterable[Node], ledger: Ledger) -> Node | 
         return node.pool_tokens - ledger.tokens_taken(node) + num_shared
 
     def has_room(node: Node) -> bool:
-        has_slot = ledger.of(node).num_sequences < node.usable.slots
+        has_slot = ledger.of(node).num_sequences < node.usable.slots and not node.hello.keeps_sequences
         return node.usable.accepts_transfers and has_slot and free(node) >= num_needed
 
     able = [node for node in fitting(nodes, DECODE, max_tokens) if max_tokens <= node.pool_tokens and has_room(node)]

@@ -110,13 +110,14 @@ class Meeting:
 class Followers:
     """The other ranks of a node, which rank 0 commands; none for a single process."""
 
-    def __init__(self, num_followers: int) -> None:
+    def __init__(self, num_followers: int, *, silence_s: float = SILENCE_S) -> None:
+        """Create the leader's side; a follower that says nothing for `silence_s` seconds is lost."""
         self.kv_addresses: dict[int, str] = {}  # of each follower's data plane
         self.kv_keys: dict[int, bytes] = {}  # which each follower shows at other nodes' data planes
         self.loads: dict[int, inference_pb2.RankLoad] = {}
         self.on_event: OnEvent | None = None
         self.on_loaded: Callable[[int, int], None] | None = None
-        self._num_followers = num_followers
+        self._num_followers, self._silence_s = num_followers, silence_s
         self.streams: dict[int, RankStream[ranks_pb2.RankEvent]] = {}
         self._heard_at: dict[int, float] = {}
         self._secret = secrets.token_bytes(SECRET_BYTES)
@@ -125,14 +126,15 @@ class Followers:
     def __len__(self) -> int:
         return self._num_followers
 
-    async def gather(self, exchange: Exchange) -> None:
+    async def gather(self, exchange: Exchange, host: str = "") -> None:
         """Listen, send the followers the address through `exchange`, and wait until all are connected.
 
-        Raises RankLost if the followers do not connect within HELLO_DEADLINE_S.
+        `host` is the address to listen on, by default MASTER_ADDR. Raises RankLost if the followers do not connect
+        within HELLO_DEADLINE_S.
         """
         if not self._num_followers:
             return
-        host = os.environ["MASTER_ADDR"]
+        host = host or os.environ["MASTER_ADDR"]
         server = await asyncio.start_server(self._welcome, host, 0)
         try:
             port: int = server.sockets[0].getsockname()[1]
@@ -155,12 +157,16 @@ class Followers:
             self.send(step=ranks_pb2.StepPlan(shares=[share_to_wire(work) for work in works]))
 
     async def watch(self) -> None:
-        """Receive the followers' reports; end this process when a follower is lost or silent for SILENCE_S."""
-        self._heard_at = dict.fromkeys(self.streams, time.monotonic())
+        """Receive the followers' reports; end this process when a follower is lost or silent for too long."""
         try:
-            await first_to_end(self._watch_silence(), *(self._read(*each) for each in self.streams.items()))
+            await self.hear()
         except RankLost as error:
             die(error)
+
+    async def hear(self) -> None:
+        """Receive the followers' reports. Raises RankLost when one is lost."""
+        self._heard_at = dict.fromkeys(self.streams, time.monotonic())
+        await first_to_end(self._watch_silence(), *(self._read(*each) for each in self.streams.items()))
 
     def fail_step(self, error: Exception) -> None:
         """Handle a step that failed on rank 0 with this error.
@@ -212,11 +218,11 @@ class Followers:
         while True:
             await asyncio.sleep(LOAD_REPORT_S)
             now = time.monotonic()
-            if now - looked_at > SILENCE_S / 2:  # this process itself was suspended
+            if now - looked_at > self._silence_s / 2:  # this process itself was suspended
                 self._heard_at = dict.fromkeys(self._heard_at, now)
             looked_at = now
             for rank, heard_at in self._heard_at.items():
-                if now - heard_at > SILENCE_S:
+                if now - heard_at > self._silence_s:
                     raise RankLost(f"rank {rank} has said nothing for {now - heard_at:.1f} s")
 
 

@@ -31,6 +31,18 @@ def test_the_target_is_told_of_the_ranks_that_will_send():
     assert (world.reserve.prefill_tp_size, world.reserve.prefill_pp_size) == (2, 3)
 
 
+def test_no_answer_leaves_a_node_whose_engine_hands_none_over():
+    world = MigratingWorld(nodes=("p0",), source={"keeps_sequences": True})
+    world.attach("d1")
+    assert world.drain("d0", 1.0) == []
+
+
+def test_no_answer_goes_to_a_node_whose_engine_takes_none():
+    world = MigratingWorld(nodes=("p0", "d0"))
+    world.attach("d1", keeps_sequences=True)
+    assert world.drain("d0", 1.0) == []
+
+
 def test_an_answer_moves_and_tells_what_it_has_cost(world):
     world.begin()
     reserve = world.reserve
