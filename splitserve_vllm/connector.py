@@ -1,0 +1,90 @@
+"""Connect vLLM's KV cache to our data plane: the KV connector that vLLM loads into its scheduler and its workers.
+
+A prompt that another node decodes: a worker sends each layer's blocks as they are computed, to the receiver that a
+transfer descriptor names. vLLM keeps the blocks of a finished request until the node has released them.
+
+A prompt that another node prefills: vLLM allocates the blocks, which are the credit; the worker opens them to the
+sender and reports the transfer descriptor to the node. vLLM goes on once all blocks are verified and in place.
+"""
+
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from serving_core.errors import SettingsError
+from splitserve_vllm.scheduling import Scheduling, StepTransfers
+from splitserve_vllm.store import VllmStore
+from splitserve_vllm.worker import Worker
+
+KVConnectorMetadata.register(StepTransfers)
+
+
+class SplitServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """One side of the connector: in vLLM's scheduler or in one of its workers."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise SettingsError("a model whose layers have several kinds of KV cache cannot be sent between nodes")
+        block_size = vllm_config.cache_config.block_size
+        self._scheduling = Scheduling(block_size)
+        self._worker: Worker | None = None
+        self._block_size = block_size
+
+    # ---- in a worker ----
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        store = VllmStore(kv_caches, self._block_size)
+        self._worker = Worker(store, self._kv_transfer_config.kv_connector_extra_config)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert self._worker is not None
+        assert isinstance(connector_metadata, StepTransfers)
+        self._worker.begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Do nothing: the blocks were opened when the step began."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: vLLM computes with a request once all of its blocks are here."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        assert self._worker is not None
+        self._worker.layer_done(layer_name)
+
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        self._worker.end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        assert self._worker is not None
+        return self._worker.take_finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker is not None
+        return self._worker.take_lost_blocks()
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    # ---- in the scheduler ----
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduling.num_to_load(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self._scheduling.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepTransfers:
+        return self._scheduling.step(scheduler_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduling.finished(request, bool(block_ids)), None

@@ -1,0 +1,231 @@
+"""Start vLLM and call it: with connector.py the only file that knows vLLM's classes.
+
+What both assume of vLLM is in ASSUMED, and is compared with the installed version at the start.
+"""
+
+import importlib
+import inspect
+import os
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final, NamedTuple
+
+from serving_core.errors import SettingsError
+from splitserve_vllm.sampling import TRANSFER
+
+TESTED: Final = ("0.32.0",)
+CONNECTOR: Final = ("splitserve_vllm.connector", "SplitServeConnector")
+BASE: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+ASSUMED: Final[Mapping[tuple[str, str], Sequence[str]]] = {
+    ("vllm.engine.arg_utils", "AsyncEngineArgs.from_cli_args"): ("args",),
+    ("vllm.v1.engine.async_llm", "AsyncLLM.from_engine_args"): ("engine_args", "stat_loggers"),
+    ("vllm.v1.engine.async_llm", "AsyncLLM.generate"): ("prompt", "sampling_params", "request_id"),
+    ("vllm.v1.engine.async_llm", "AsyncLLM.shutdown"): ("timeout",),
+    ("vllm.v1.metrics.loggers", "StatLoggerBase.record"): ("scheduler_stats", "iteration_stats"),
+    (BASE, "KVConnectorBase_V1.__init__"): ("vllm_config", "role", "kv_cache_config"),
+    (BASE, "KVConnectorBase_V1.register_kv_caches"): ("kv_caches",),
+    (BASE, "KVConnectorBase_V1.bind_connector_metadata"): ("connector_metadata",),
+    (BASE, "KVConnectorBase_V1.save_kv_layer"): ("layer_name", "kv_layer", "attn_metadata"),
+    (BASE, "KVConnectorBase_V1.get_finished"): ("finished_req_ids",),
+    (BASE, "KVConnectorBase_V1.get_block_ids_with_load_errors"): (),
+    (BASE, "KVConnectorBase_V1.get_num_new_matched_tokens"): ("request", "num_computed_tokens"),
+    (BASE, "KVConnectorBase_V1.update_state_after_alloc"): ("request", "blocks", "num_external_tokens"),
+    (BASE, "KVConnectorBase_V1.build_connector_meta"): ("scheduler_output",),
+    (BASE, "KVConnectorBase_V1.request_finished"): ("request", "block_ids"),
+}
+"""Methods of vLLM that are called or overridden, with the parameters that are relied on."""
+
+
+def check_vllm() -> str:
+    """Return the version of vLLM, without its build. Raises SettingsError if it is missing or not one of TESTED, or if
+    it lacks what is assumed.
+    """
+    try:
+        installed = version("vllm")
+    except PackageNotFoundError:
+        raise SettingsError(f"vLLM is not installed in this environment: pip install vllm=={TESTED[-1]}") from None
+    release = installed.partition("+")[0]
+    if release not in TESTED:
+        raise SettingsError(f"vLLM {installed} is not tested with SplitServe, which needs {' or '.join(TESTED)}")
+    if changes := list(_changes()):
+        raise SettingsError(f"vLLM {installed} has changed what SplitServe relies on: {'; '.join(changes)}")
+    return release
+
+
+def _changes() -> list[str]:
+    changes = []
+    for (module, path), parameters in ASSUMED.items():
+        try:
+            found: Any = importlib.import_module(module)
+            for name in path.split("."):
+                found = getattr(found, name)
+        except (ImportError, AttributeError):
+            changes.append(f"{module} has no {path}")
+            continue
+        if missing := [name for name in parameters if name not in inspect.signature(found).parameters]:
+            changes.append(f"{path} has no parameter {', '.join(missing)}")
+    return changes
+
+
+class Stats(NamedTuple):
+    """What vLLM reports after a step."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float  # share of the blocks in use
+    num_prompt_tokens: int  # computed by the step, as is the next
+    num_output_tokens: int
+
+
+class Token(NamedTuple):
+    """One output token."""
+
+    token_id: int
+    logprobs: Mapping[int, Any] | None  # of the tokens at its position, by id
+    finish_reason: str | None  # of the last token of an output
+    num_cached_tokens: int  # of the prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmFacts:
+    """The sizes and choices of a started vLLM."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    dtype: str
+    kv_cache_dtype: str
+    quantization: str
+    device: str
+    num_ranks: int
+
+
+class Vllm:
+    """One running vLLM: its front end here, its scheduler and its workers in processes of their own."""
+
+    def __init__(
+        self, model: str, flags: Sequence[str], connector: Mapping[str, Any], on_stats: Callable[[Stats], None]
+    ) -> None:
+        """Start vLLM, which takes minutes. `connector` goes to the KV connector of each of its processes.
+
+        Raises SettingsError for flags that vLLM refuses.
+        """
+        for name in ("VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"):
+            os.environ.setdefault(name, "1")
+        from vllm.config import KVTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = _arguments(model, flags)
+        module, name = CONNECTOR
+        arguments.kv_transfer_config = KVTransferConfig(
+            kv_connector=name,
+            kv_connector_module_path=module,
+            kv_role="kv_both",
+            kv_connector_extra_config=dict(connector),
+            kv_load_failure_policy="fail",
+        )
+        try:
+            self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[_logger_of(on_stats)])
+        except ValueError as error:  # of one of its checks of flags
+            raise SettingsError(f"vLLM does not start: {error}") from error
+        self.facts = _facts(self._engine.vllm_config)
+
+    async def generate(
+        self, request_id: str, token_ids: Sequence[int], fields: Mapping[str, Any], transfer: Mapping[str, Any]
+    ) -> AsyncGenerator[Token]:
+        """Yield the output tokens of a prompt. Ending the iteration aborts the request.
+
+        `fields` are the arguments of SamplingParams, `transfer` what the KV connector learns of the request.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        extra = {TRANSFER: dict(transfer)} if transfer else None
+        params = SamplingParams(**fields, extra_args=extra, output_kind=RequestOutputKind.DELTA)
+        outputs = self._engine.generate({"prompt_token_ids": list(token_ids)}, params, request_id)
+        async for output in outputs:
+            for token in _tokens(output):
+                yield token
+
+    @property
+    def is_dead(self) -> bool:
+        """Return whether vLLM's scheduler or one of its workers has ended."""
+        return bool(self._engine.errored)
+
+    def close(self) -> None:
+        self._engine.shutdown(timeout=0)
+
+
+def _arguments(model: str, flags: Sequence[str]) -> Any:
+    """Return vLLM's arguments with the node's own among them. Raises SettingsError."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    own = ["--model", model, "--skip-tokenizer-init", "--disable-log-stats"]
+    try:
+        return AsyncEngineArgs.from_cli_args(parser.parse_args([*own, *flags]))
+    except SystemExit as error:  # argparse has told why
+        raise SettingsError(f"vLLM does not know the flags {' '.join(flags)}") from error
+
+
+def _facts(config: Any) -> VllmFacts:
+    model, cache, scheduler, parallel = (
+        config.model_config,
+        config.cache_config,
+        config.scheduler_config,
+        config.parallel_config,
+    )
+    return VllmFacts(
+        num_blocks=cache.num_gpu_blocks,
+        block_size=cache.block_size,
+        max_model_len=model.max_model_len,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(cache.cache_dtype),
+        quantization=str(model.quantization or "none"),
+        device=str(config.device_config.device_type),
+        num_ranks=parallel.world_size * parallel.data_parallel_size,
+    )
+
+
+def _tokens(output: Any) -> list[Token]:
+    (completion,) = output.outputs
+    token_ids, logprobs = list(completion.token_ids), completion.logprobs
+    last, num_cached = len(token_ids) - 1, output.num_cached_tokens or 0
+    if not token_ids and completion.finish_reason is not None:
+        return [Token(-1, None, completion.finish_reason, num_cached)]
+    return [
+        Token(
+            token_id,
+            logprobs[index] if logprobs else None,
+            completion.finish_reason if index == last else None,
+            num_cached,
+        )
+        for index, token_id in enumerate(token_ids)
+    ]
+
+
+def _logger_of(on_stats: Callable[[Stats], None]) -> Callable[..., Any]:
+    """Return a maker of vLLM's stat loggers that passes on what a step reports."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Logger(StatLoggerBase):  # type: ignore[misc]
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **__: Any) -> None:
+            if scheduler_stats is None:
+                return
+            num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            nums = (0, 0)
+            if iteration_stats is not None:
+                nums = iteration_stats.num_prompt_tokens, iteration_stats.num_generation_tokens
+            on_stats(Stats(scheduler_stats.num_running_reqs, num_waiting, scheduler_stats.kv_cache_usage, *nums))
+
+        def log_engine_initialized(self) -> None: ...
+
+    return Logger

@@ -1,0 +1,49 @@
+"""Define the settings of a node with vLLM, from which its flags derive. vLLM's own flags follow `--`."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from serving_core.errors import SettingsError
+from serving_core.flags import flag
+from serving_node.link import LinkSettings
+
+OWN_FLAGS: Final = ("--model", "--kv-transfer-config", "--skip-tokenizer-init", "--tokenizer")
+"""Flags of vLLM that the node sets itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """Settings of a node with vLLM."""
+
+    model: str = flag("", "Folder with config.json and safetensors files.", positional=True)
+    link: LinkSettings = field(default_factory=LinkSettings)
+    max_num_queued: int = flag(1024, "Most requests on the node; further requests go to other nodes.", minimum=1)
+    kv_bind: str = flag("", "Endpoint of the data plane: tcp://HOST:PORT or ipc://PATH.")
+    kv_shared_memory: bool = flag(
+        True, "Send KV blocks through shared memory to nodes of the same machine that allow it too."
+    )
+    transfer_timeout_s: float = flag(30.0, "Seconds that one KV transfer may take once it has started.", minimum=0.1)
+    descriptor_timeout_s: float = flag(
+        60.0, "Seconds that a prefilled prompt waits for its transfer descriptor.", minimum=0.1
+    )
+    credit_timeout_s: float = flag(
+        600.0, "Seconds that a request waits for blocks before other nodes are asked.", minimum=0.1
+    )
+    reservation_ttl_s: float = flag(
+        600.0, "Most seconds that reserved blocks wait for their KV.", minimum=0.1, maximum=86400
+    )
+    step_timeout_s: float = flag(
+        120.0, "Seconds without a result from vLLM, while it has requests, after which the process exits.", minimum=1.0
+    )
+    health_host: str = flag("127.0.0.1", "Address of the health port.")
+    health_port: int = flag(
+        -1, "Port of gRPC's health service for probes. 0 takes a free one, -1 none.", minimum=-1, maximum=65535
+    )
+
+
+def check_vllm_flags(flags: tuple[str, ...]) -> None:
+    """Raise SettingsError if one of vLLM's flags is the node's to set."""
+    for each in flags:
+        name = each.partition("=")[0].replace("_", "-")
+        if name in OWN_FLAGS:
+            raise SettingsError(f"{name} is set by the node and cannot be among vLLM's flags")

@@ -1,0 +1,175 @@
+"""Nodes with vLLM: real vLLM, in the environment that `make vllm` makes, against transformers.
+
+vLLM starts in half a minute on an idle machine and in some on a busy one, so few clusters serve many tests.
+"""
+
+import asyncio
+import random
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serving_node.settings import PACKAGES
+from tests.system.answers import ask_all, request
+from tests.system.cluster import Child, Cluster, wait_until
+from tests.system.greedy import check_greedy_answers
+from tests.system.oracle import Reference
+from tests.tiny_models import write_tiny_llama
+
+PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+DEADLINE_S = 1500.0
+BLOCK = 32
+STEP_TIMEOUT_S = 60.0
+FLAGS = ("--enforce-eager", "--dtype=float32", f"--block-size={BLOCK}", "--max-model-len=1024")
+CHUNK = 128  # tokens of a step
+POOL = ("--num-gpu-blocks-override=200", "--kv-cache-memory-bytes=67108864", f"--max-num-batched-tokens={CHUNK}")
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(2 * DEADLINE_S),
+    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed here: `make vllm` installs it in .venv-vllm"),
+]
+
+
+class VllmCluster(Cluster):
+    """Nodes run in vLLM's environment, the coordinator in ours."""
+
+    def _spawn(self, name, module, model, flags, env):
+        if module not in PACKAGES.values():
+            return super()._spawn(name, module, model, flags, env)
+        role = name.partition("-")[0]
+        own = [f"--{flag.replace('_', '-')}={value}" for flag, value in flags.items()]
+        arguments = [role, str(model), *own, "--", *FLAGS, *POOL]
+        child = Child(
+            name,
+            "splitserve_vllm",
+            *arguments,
+            flags={},
+            log=self.folder / f"{name}.log",
+            env={**self.env, **env},
+            python=str(PYTHON),
+        )
+        self._everyone.append(child)
+        return child
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), max_position_embeddings=2048, **sizes)
+
+
+def started(model, folder, **numbers):
+    cluster = VllmCluster(
+        model,
+        folder,
+        coordinator={"node_wait_s": 60, "node_timeout_s": 30, "step_timeout_s": 300},
+        node={"step_timeout_s": STEP_TIMEOUT_S},
+        start_deadline_s=DEADLINE_S,
+        **numbers,
+    )
+    cluster._node_flags.pop("block_size")  # a flag of our own engine
+    return cluster.start()
+
+
+@pytest.fixture(scope="module")
+def cluster(model, tmp_path_factory):
+    """Two nodes that prefill for a third, and decode what it loses."""
+    cluster = started(model, tmp_path_factory.mktemp("cluster"), num_prefill=1, num_decode=2)
+    try:
+        yield cluster
+    finally:
+        cluster.kill_everything()
+
+
+def prompts(number, seed=0):
+    """Below a block, of several chunks, and with a common beginning."""
+    rng = random.Random(seed)
+    common = [rng.randrange(256) for _ in range(300)]
+    lengths = [rng.choice([rng.randrange(1, BLOCK), rng.randrange(BLOCK, 600)]) for _ in range(number)]
+    fresh = [[rng.randrange(256) for _ in range(length)] for length in lengths]
+    return [common[: rng.randrange(280)] + each if index % 3 == 2 else each for index, each in enumerate(fresh)]
+
+
+async def test_answers_are_those_of_transformers(cluster, model):
+    await check_greedy_answers(cluster, model, prompts(40))
+    assert sum(load.num_kv_bytes for load in cluster.loads().values()) > 0
+
+
+async def test_prefix_hits_shrink_the_transfer(cluster, model):
+    (prompt,) = prompts(1, seed=7)
+    prompt = (prompt * 600)[:500]
+    asked = [request(prompt, max_tokens=4, temperature=0, ignore_eos=True)]
+    async with cluster.connect() as stub:
+        saved = [(await ask_all(stub, asked))[0].kv_bytes_saved for _ in range(4)]  # each decode node has it by then
+    assert max(saved) > 0
+
+
+async def test_a_storm_of_cancels_leaves_nothing(cluster):
+    asked = [request(each, max_tokens=200, temperature=0, ignore_eos=True) for each in prompts(30, seed=3)]
+    rng = random.Random(3)
+    async with cluster.connect() as stub:
+
+        async def leave(each):
+            call = stub.Generate(each)
+            await asyncio.sleep(rng.random() * 3)
+            call.cancel()
+
+        await asyncio.gather(*map(leave, asked))
+    cluster.wait_all_free()
+
+
+def processes(child):
+    """The node's process, vLLM's scheduler and vLLM's worker."""
+    node = psutil.Process(child.process.pid)
+    below = [each for each in node.children(recursive=True) if "VLLM::" in " ".join(each.cmdline())]
+    return node, *sorted(below, key=lambda each: "Worker" in " ".join(each.cmdline()))
+
+
+def has_ended(*those):
+    return not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in those)
+
+
+async def struck(cluster, model, name, strike):
+    """Strikes the node while it decodes; the answers are transformers', as another node goes on."""
+    asked = [request(each, max_tokens=150, temperature=0, ignore_eos=True) for each in prompts(8, seed=11)]
+    async with cluster.connect() as stub:
+        answers = asyncio.create_task(ask_all(stub, asked))
+        await asyncio.to_thread(wait_until, lambda: cluster.loads()[name].num_running > 0, f"{name} runs", 120.0)
+        strike()
+        answers = await answers
+    reference = Reference(model)
+    for each, answer in zip(asked, answers, strict=True):
+        assert answer.token_ids == reference.greedy(list(each.tokenized.input_ids), 150, eos_token_id=-1)
+
+
+@pytest.mark.parametrize("part", ["node", "scheduler", "worker"])
+async def test_a_killed_process_loses_no_answer(cluster, model, part):
+    child = cluster.expect_end("decode-1")
+    node, scheduler, worker = processes(child)
+    victim = {"node": node, "scheduler": scheduler, "worker": worker}[part]
+    await struck(cluster, model, "decode-1", lambda: victim.kill())
+    wait_until(lambda: has_ended(scheduler, worker), "all have ended", 120.0)
+    child.wait(60.0)
+    cluster.heal()
+
+
+async def test_a_worker_that_hangs_is_given_up(cluster, model):
+    child = cluster.expect_end("decode-1")
+    _, scheduler, worker = processes(child)
+    await struck(cluster, model, "decode-1", lambda: worker.send_signal(signal.SIGSTOP))
+    child.wait(4 * STEP_TIMEOUT_S)
+    wait_until(lambda: has_ended(scheduler, worker), "all have ended", 120.0)
+    cluster.heal()
+
+
+async def test_a_drained_node_finishes_and_stops(cluster):
+    asked = [request(each, max_tokens=40, temperature=0, ignore_eos=True) for each in prompts(6, seed=5)]
+    async with cluster.connect() as stub:
+        answers = asyncio.create_task(ask_all(stub, asked))
+        await asyncio.sleep(0.5)
+        assert await asyncio.to_thread(cluster.expect_end("decode-1").stop) == 0
+        assert all(len(answer.token_ids) == 40 for answer in await answers)
+    cluster.wait_all_free()
