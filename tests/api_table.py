@@ -5,14 +5,12 @@ those that the API servers give each reason. What only people can say of a route
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from google.protobuf.descriptor_pb2 import (
     DescriptorProto,
-    EnumDescriptorProto,
-    FieldDescriptorProto,
     FileDescriptorProto,
     FileDescriptorSet,
     SourceCodeInfo,
@@ -32,8 +30,9 @@ from tests.doc_table import DOCS, page_with
 PAGE: Final = DOCS / "reference" / "api.md"
 PROTO: Final = "protos/inference.proto"
 PACKAGE: Final = ".splitserve.v1."
-SERVICES, MESSAGES, ENUMS = 6, 4, 5  # fields of FileDescriptorProto, as its paths have them
-PARTS: Final = 2  # the methods, fields and values of a service, message or enum
+SERVICES, MESSAGES = 6, 4  # fields of FileDescriptorProto, as its paths have them
+PARTS: Final = 2  # the methods and fields of a service or message
+SHOWN: Final = ("Timeline",)  # messages whose fields the page lists; protos/inference.proto has all with comments
 
 ABOUT_ROUTES: Final = {
     "/v1/models": "the model and its LoRA adapters, as OpenAI lists them, with `max_model_len` and `vocab_size`",
@@ -41,15 +40,15 @@ ABOUT_ROUTES: Final = {
     "/v1/completions": "OpenAI's completions, streamed or whole",
     "/v1/chat/completions": "OpenAI's chat completions, streamed or whole",
     "/v1/chat/completions/batch": "one answer to each of up to 256 conversations",
-    "/v1/responses": "OpenAI's responses ([what of it](../guides/asking.md#other-apis))",
-    "/v1/messages": "Anthropic's messages ([what of it](../guides/asking.md#other-apis))",
+    "/v1/responses": "OpenAI's responses ([what of it](../guides/clients.md#openais-and-anthropics-apis))",
+    "/v1/messages": "Anthropic's messages ([what of it](../guides/clients.md#openais-and-anthropics-apis))",
     "/v1/messages/count_tokens": "how many tokens such a call would have: `input_tokens`",
-    "/inference/v1/generate": "token ids in and out, vLLM's call ([what for](../guides/asking.md#token-ids))",
+    "/inference/v1/generate": "token ids in and out, vLLM's call ([what for](../guides/clients.md#token-ids))",
     "/v1/completions/render": "what a completion sends to the model: a list of bodies for `/inference/v1/generate`",
     "/v1/chat/completions/render": "what a chat completion sends to the model: a body for `/inference/v1/generate`",
     "/v1/responses/render": "the same of a call of `/v1/responses`",
     "/v1/messages/render": "the same of a call of `/v1/messages`",
-    "/v1/embeddings": "OpenAI's embeddings, of a [model that makes some](../guides/asking.md#embeddings)",
+    "/v1/embeddings": "OpenAI's embeddings, of a [model that makes some](../guides/clients.md#embeddings)",
     "/tokenize": "the tokens of a prompt or a conversation: `count`, `max_model_len`, `tokens`, `token_strs`",
     "/detokenize": "the text of tokens: `prompt`",
     "/tokenizer_info": "the tokenizer's configuration, as the model's folder has it",
@@ -63,7 +62,7 @@ ABOUT_ROUTES: Final = {
     "/docs": "the same as a page",
     "/metrics": "[metrics](metrics.md) for Prometheus",
     "/": "leads a browser, which asks for HTML, to the page; 404 for all others",
-    "/ui": "[the page](../guides/watching.md#live-in-a-browser)",
+    "/ui": "[the page](../guides/observe.md#terminal-and-fleet-page)",
     "/ui/page.css": "a part of it",
     "/ui/page.js": "a part of it",
     "/ui/overview": "what it shows, an `Overview` as JSON; `?after=N` as in `GetOverviewRequest`",
@@ -150,50 +149,19 @@ class Proto:
         file: FileDescriptorProto = self.file
         for i, service in enumerate(file.service):
             yield from ("", f"### {service.name}", "", self.about(SERVICES, i), "")
-            yield from ("| method | request | response | |", "|---|---|---|---|")
+            yield from ("| method | response | |", "|---|---|---|")
             for j, method in enumerate(service.method):
                 stream = "stream of " if method.server_streaming else ""
-                response = stream + _link(method.output_type)
-                about = self.about(SERVICES, i, PARTS, j)
-                yield _row(f"`{method.name}`", _link(method.input_type), response, about)
+                response = f"{stream}`{method.output_type.removeprefix(PACKAGE)}`"
+                yield _row(f"`{method.name}`", response, self.about(SERVICES, i, PARTS, j))
         for i, message in enumerate(file.message_type):
-            yield from ("", f"#### {message.name}", "", self.about(MESSAGES, i), "", *self._fields(message, i))
-        for i, enum in enumerate(file.enum_type):
-            yield from ("", f"#### {enum.name}", "", self.about(ENUMS, i), "", *self._values(enum, i))
+            if message.name in SHOWN:
+                yield from ("", f"### {message.name}", "", self.about(MESSAGES, i), "", *self._fields(message, i))
 
     def _fields(self, message: DescriptorProto, i: int) -> Iterator[str]:
-        if not message.field:
-            yield "No fields."
-            return
-        yield from ("| field | | type | |", "|---|---|---|---|")
+        yield from ("| field | |", "|---|---|")
         for j, field in enumerate(message.field):
-            about = self.about(MESSAGES, i, PARTS, j)
-            if field.HasField("oneof_index") and not field.proto3_optional:
-                oneof = field.oneof_index
-                about = " ".join([f"*One of {message.oneof_decl[oneof].name}.*", about]).strip()
-            yield _row(f"`{field.name}`", str(field.number), _type(field, message), about)
-
-    def _values(self, enum: EnumDescriptorProto, i: int) -> Iterable[str]:
-        yield from ("| value | | |", "|---|---|---|")
-        for j, value in enumerate(enum.value):
-            yield _row(f"`{value.name}`", str(value.number), self.about(ENUMS, i, PARTS, j))
-
-
-def _type(field: FieldDescriptorProto, message: DescriptorProto) -> str:
-    entries = {nested.name: nested for nested in message.nested_type if nested.options.map_entry}
-    name = field.type_name.rpartition(".")[2]
-    if name in entries:
-        key, value = (_type(part, message) for part in entries[name].field)
-        return f"map of {key} to {value}"
-    kind = _link(field.type_name) if field.type_name else FieldDescriptorProto.Type.Name(field.type)[5:].lower()
-    if field.label == FieldDescriptorProto.LABEL_REPEATED:
-        return f"repeated {kind}"
-    return f"optional {kind}" if field.proto3_optional else kind
-
-
-def _link(type_name: str) -> str:
-    name = type_name.removeprefix(PACKAGE)
-    return f"[{name}](#{name.lower()})"
+            yield _row(f"`{field.name}`", self.about(MESSAGES, i, PARTS, j))
 
 
 def _row(*cells: str) -> str:

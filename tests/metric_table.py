@@ -26,6 +26,7 @@ from tests.unit.coordinator.scheduler_kit import World
 
 PAGE: Final = DOCS / "reference" / "metrics.md"
 OF_PROCESS: Final = "process_"
+VLLM: Final = "vllm:"
 OF_SAMPLES: Final = ("le",)  # labels that every histogram has
 
 
@@ -68,14 +69,17 @@ def full_name(metric: Metric) -> str:
 def table() -> str:
     """The part of the page between the marks."""
     told = [metric for metric in _named_now(coordinator_metrics()) if not metric.name.startswith(OF_PROCESS)]
-    own = [metric for metric in told if not metric.name.startswith("vllm:")]
-    aliases = [metric for metric in told if metric.name.startswith("vllm:")]
+    own = [metric for metric in told if not metric.name.startswith(VLLM)]
+    aliases = [metric for metric in told if metric.name.startswith(VLLM)]
     parts = [
-        ("The coordinator, at `/metrics` of its HTTP port:", own),
-        ("Each node with `--metrics-port`:", _named_now(node_metrics())),
-        ("The coordinator under vLLM's names, with `model_name` and `engine` beside what stands here:", aliases),
+        ("## The coordinator, at `/metrics` of its HTTP port", _lines(own)),
+        ("## Each node with `--metrics-port`", _lines(_named_now(node_metrics()))),
+        (
+            "## Under vLLM's names at the coordinator",
+            [", ".join(f"`{name}`" for name in sorted(map(full_name, aliases)))],
+        ),
     ]
-    return "\n".join(line for title, metrics in parts for line in ("", title, "", *_lines(metrics))) + "\n\n"
+    return "\n".join(line for title, lines in parts for line in ("", title, "", *lines)) + "\n\n"
 
 
 def _named_now(metrics: Iterable[Metric]) -> list[Metric]:
@@ -84,11 +88,12 @@ def _named_now(metrics: Iterable[Metric]) -> list[Metric]:
 
 
 def _lines(metrics: Iterable[Metric]) -> Iterable[str]:
-    yield "| name | kind | labels | |"
-    yield "|---|---|---|---|"
+    yield "| name{labels} | kind | |"
+    yield "|---|---|---|"
     for metric in sorted(metrics, key=full_name):
-        labels = [label for label in labels_of(metric) if label not in ("model_name", "engine")]
-        yield f"| `{full_name(metric)}` | {metric.type} | {', '.join(labels)} | {metric.documentation} |"
+        labels = ",".join(label for label in labels_of(metric) if label not in ("model_name", "engine"))
+        name = full_name(metric) + (f"{{{labels}}}" if labels else "")
+        yield f"| `{name}` | {metric.type} | {metric.documentation} |"
 
 
 def page() -> str:

@@ -1,20 +1,22 @@
 """Try every type of decoder that transformers knows: a small random model of each, answers against its `generate`.
 
 `python -m tests.model_census [TYPE ...]` tries them all in some minutes and prints each result; without types it writes
-the table of docs/reference/model-types.md anew. A nightly test compares the rows with what it finds.
+the table of docs/reference/models.md anew. A nightly test compares the rows with what it finds.
 """
 
 import copy
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, Final
 
-from tests.doc_table import DOCS, page_with
+from tests.doc_table import DOCS, END, page_with
 from tests.tiny_models import BOS, EOS, VOCAB_SIZE, write_tokenizer
 from tests.transformers_models import NUM_TOKENS, PROMPTS, generated
 
-PAGE: Final = DOCS / "reference" / "model-types.md"
+PAGE: Final = DOCS / "reference" / "models.md"
+MODULE: Final = "tests.model_census"
 MOST_PARAMETERS: Final = 30_000_000
 NOT_MADE: Final = "not tried: no small model of it can be made"
 SPREAD: Final = 0.15  # of weights
@@ -230,9 +232,12 @@ def row_of(model_type: str) -> str:
 
 
 def rows_of_page() -> dict[str, str]:
-    """Return the rows of the page by type."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    return {line.split("`")[1]: line for line in lines}
+    """Return the results on the page by type."""
+    part = PAGE.read_text().partition(f"begin: python -m {MODULE} ")[2].partition(END)[0]
+    rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.endswith("` |")]
+    return {
+        name.strip("`"): f"| `{name.strip('`')}` | {found} |" for found, names in rows for name in names.split(", ")
+    }
 
 
 def main(asked: list[str]) -> None:
@@ -247,8 +252,13 @@ def main(asked: list[str]) -> None:
         head = (
             f"{equal} of {len(rows)} types are equal, {len(rows) - equal - not_made} refused, {not_made} not tried.\n"
         )
-        table = [head, "| model_type | |", "|---|---|", *rows]
-        PAGE.write_text(page_with("\n".join(table) + "\n", PAGE, "tests.model_census"))
+        types_by_result = defaultdict[str, list[str]](list)
+        for row in rows:
+            name, found = row.strip("| ").split(" | ")
+            types_by_result[found].append(name)
+        table = [f"| {found} | {', '.join(names)} |" for found, names in sorted(types_by_result.items())]
+        text = "\n".join([head, "| result | model_type |", "|---|---|", *table]) + "\n"
+        PAGE.write_text(page_with(text, PAGE, MODULE))
 
 
 if __name__ == "__main__":

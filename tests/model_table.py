@@ -1,29 +1,31 @@
-"""The table of architectures in docs/guides/models.md: `python -m tests.model_table` writes it anew.
+"""The table of architectures in docs/reference/models.md: `python -m tests.model_table` writes it anew.
 
 Its rows are those that tests try: answers against transformers' `generate` on one rank, on two and in two stages, and
 through a split cluster; and refusals word for word.
 """
 
+from collections import defaultdict
 from typing import Final
 
 from serving_core.model_files.config import MODEL_TYPES
 from tests.doc_table import DOCS, page_with
 from tests.transformers_models import FAMILIES, HEAD_ALONE, REFUSED, SEQUENCES, WITHOUT_PLAN, architecture_of
 
-PAGE: Final = DOCS / "guides" / "models.md"
+PAGE: Final = DOCS / "reference" / "models.md"
 
 
 def table() -> str:
     """The part of the page between the marks."""
-    lines = ["| architecture | computed by | weights of several ranks | kept of a token |", "|---|---|---|---|"]
+    rows = defaultdict[tuple[str, str, str], list[str]](list)
     for architecture, family in sorted((architecture_of(family), family) for family in FAMILIES):
-        is_native = architecture in MODEL_TYPES
+        code = "SplitServe or transformers" if architecture in MODEL_TYPES else "transformers"
         weights = "each rank holds all" if family in (*WITHOUT_PLAN, *HEAD_ALONE) else "divided"
         kept = "a latent" if "kv_lora_rank" in FAMILIES[family][1] else "keys, values"
-        computed_by = "us, or transformers" if is_native else "transformers"
-        lines.append(f"| `{architecture}` | {computed_by} | {weights} | {kept} |")
-    by_sequence = "| transformers, sequence by sequence | one rank | what its cache holds |"
-    lines += [f"| `{name}` {by_sequence}" for name in sorted(map(architecture_of, SEQUENCES))]
+        rows[code, weights, kept].append(f"`{architecture}`")
+    by_sequence = [f"`{name}`" for name in sorted(map(architecture_of, SEQUENCES))]
+    rows["transformers, sequence by sequence", "one rank", "its cache"] = by_sequence
+    lines = ["| computed by | weights over ranks | kept of a token | architectures |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} | {', '.join(names)} |" for row, names in sorted(rows.items())]
     lines += ["", "| refused | with the sentence |", "|---|---|"]
     lines += [f"| `{architecture}` | {refused.sentence} |" for architecture, refused in sorted(REFUSED.items())]
     return "\n".join(lines) + "\n"

@@ -6,14 +6,15 @@ commands, as click has them.
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import click
 
 from coordinator.api_server_settings import ApiServerSettings
 from coordinator.settings import CoordinatorSettings
-from serving_core.flags import BYTES, ENV_PREFIX, FILE
+from serving_core.flag_groups import GROUPS
+from serving_core.flags import BYTES
 from serving_core.units import size_of
 from serving_node.settings import NodeSettings
 from splitserve.cli import COMMANDS, main
@@ -25,30 +26,58 @@ COMMANDS_PAGE: Final = DOCS / "reference" / "commands.md"
 MODULE: Final = "tests.settings_table"
 COORDINATOR: Final = "coordinator"
 API_SERVER: Final = "api-server"
-NODES: Final = "prefill, decode, mixed"
+NODES: Final = "nodes"  # prefill, decode and mixed
+MOST_CHOICES: Final = 8  # that a row lists; the help lists all
 UP: Final = "up"
-UNITS: Final = {"_s": "seconds", "_ms": "milliseconds", "_tokens": "tokens", BYTES: "bytes, or 512MiB"}
-SHARED: Final = {  # two commands that have these flags, and those whose flags are not among them
+SHARED: Final = {  # two commands that have these options
     "Which server": ("status", "drain"),
-    "How answers are written": ("generate", "chat", "status"),
+    "How outputs are sampled": ("generate", "chat"),
+    "The load and its result": ("simulate", "bench serve"),
+    "The nodes of a plan": ("plan", "plan profile"),
 }
+LEAST_SHARED: Final = 2
 
 
 def settings_tables() -> str:
-    """The part of configuration.md between the marks: a table for each settings class, outer ones first."""
+    """The part of configuration.md between the marks: a table for each group of options."""
     roots = {ClusterSettings: UP, CoordinatorSettings: COORDINATOR, ApiServerSettings: API_SERVER, NodeSettings: NODES}
-    takers: dict[type[Any], list[str]] = {}
+    takers: dict[tuple[str, str, str], list[str]] = {}  # by name, default and what is said
     for root, command in roots.items():
         for settings_class in _classes(root):
-            takers.setdefault(settings_class, []).append(command)
-    passed_on = {param.name for param in _command(UP).params} - {f.name for f in dataclasses.fields(ClusterSettings)}
+            for field, hint in _own_fields(settings_class):
+                if not field.metadata["positional"]:
+                    takers.setdefault(_setting(field, hint), []).append(command)
+    passed_on = {param.name for param in _command(UP).params}
     lines = []
-    for settings_class, commands in takers.items():
-        lines += ["", f"### {(settings_class.__doc__ or '').strip().splitlines()[0].partition(';')[0].rstrip('.')}", ""]
-        lines += [f"Of `splitserve {'`, `'.join(', '.join(commands).split(', '))}`.", ""]
-        lines += ["| flag | environment | value | default | |", "|---|---|---|---|---|"]
-        lines += [_setting_row(*each, with_up=each[0].name in passed_on) for each in _own_fields(settings_class)]
+    for title, members in GROUPS.items():
+        lines += ["", f"### {title}", "", "| option | of | default | |", "|---|---|---|---|"]
+        for (name, default, about), commands in sorted(takers.items(), key=lambda row: _place(members, row[0][0])):
+            if name in members:
+                names = [*dict.fromkeys(commands)]
+                if UP not in names and name in passed_on and UP not in takers_of(takers, name):
+                    names.insert(0, UP)
+                spelling = f"`--{name.replace('_', '-')}`"
+                lines.append(_row(spelling, ", ".join(names), default, about))
     return "\n".join(lines) + "\n\n"
+
+
+def takers_of(takers: Mapping[tuple[str, str, str], list[str]], name: str) -> set[str]:
+    """The commands that have their own option of this name."""
+    return {command for (each, _, _), commands in takers.items() if each == name for command in commands}
+
+
+def _place(members: Sequence[str], name: str) -> int:
+    return members.index(name) if name in members else len(members)
+
+
+def _setting(field: "dataclasses.Field[Any]", hint: Any) -> tuple[str, str, str]:
+    meta = field.metadata
+    about, kinds = meta["help"], set(typing.get_args(hint)) or {hint}
+    if meta["choices"]:
+        about += _one_of(meta["choices"])
+    elif kinds & {int, float} and bool not in kinds and meta["maximum"] is not None:
+        about += f" From {meta['minimum']:.10g} to {meta['maximum']:.10g}."
+    return field.name, _default(field.name, field.default), about
 
 
 def _classes(settings_class: type[Any]) -> Iterator[type[Any]]:
@@ -65,38 +94,6 @@ def _own_fields(settings_class: type[Any]) -> Iterator[tuple["dataclasses.Field[
     )
 
 
-def _setting_row(field: "dataclasses.Field[Any]", hint: Any, *, with_up: bool) -> str:
-    meta, name = field.metadata, field.name.replace("_", "-")
-    spelling = f"`{name.upper()}`, no flag" if meta["positional"] else f"`--{name}`"
-    variables = [f"`{ENV_PREFIX}{field.name.upper()}`"]
-    if meta["secret"]:
-        spelling += f", `--{name}{FILE.replace('_', '-')}`"
-        variables.append(f"`{ENV_PREFIX}{(field.name + FILE).upper()}`")
-    about = meta["help"] + (" *(`up` too)*" if with_up and not meta["positional"] else "")
-    return _row(spelling, ", ".join(variables), _setting_value(field, hint), _default(field.name, field.default), about)
-
-
-def _setting_value(field: "dataclasses.Field[Any]", hint: Any) -> str:
-    meta = field.metadata
-    if meta["choices"]:
-        return ", ".join(f"`{choice}`" for choice in meta["choices"])
-    if meta["secret"]:
-        return "secret"
-    kinds = set(typing.get_args(hint)) or {hint}
-    if bool in kinds:
-        return "on, or off by `--no-...`"
-    if kinds & {int, float}:
-        return _number(field.name, meta["minimum"], meta["maximum"])
-    return "texts" if typing.get_origin(hint) is tuple else "text"
-
-
-def _number(name: str, low: float | None, high: float | None) -> str:
-    unit = next((unit for ending, unit in UNITS.items() if name.endswith(ending)), "number")
-    if low is None or high is None:
-        return unit if low is None else f"{unit}, from {low:.10g}"
-    return f"{unit}, {low:.10g} to {high:.10g}"
-
-
 def _default(name: str, default: Any) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
@@ -110,7 +107,10 @@ def _default(name: str, default: Any) -> str:
 def commands_tables() -> str:
     """The part of commands.md between the marks: the flags of every command whose settings are not in the other page.
     Those that several commands share stand once."""
-    shared = {title: _shared_by(*commands) for title, commands in SHARED.items()}
+    shared: dict[str, dict[str, click.Option]] = {}
+    for title, commands in SHARED.items():
+        earlier = {name for options in shared.values() for name in options}
+        shared[title] = {name: option for name, option in _shared_by(*commands).items() if name not in earlier}
     lines = []
     for title, options in shared.items():
         lines += ["", f"## {title}", "", *_option_rows(options.values())]
@@ -122,25 +122,23 @@ def commands_tables() -> str:
 
 def _command_part(name: str, command: click.Command, shared: Mapping[str, Mapping[str, click.Option]]) -> list[str]:
     lines, options = [f"`{_usage(name, command)}`", "", _help(command)], _options(command)
-    had = {title: common for title, common in shared.items() if _has(command, common)}
-    if had:
-        links = (f"[{title}](#{title.lower().replace(' ', '-')})" for title in had)
-        lines += ["", f"Also takes the flags of {', '.join(links)}."]
-    common_names = {name for common in had.values() for name in common}
-    options = [option for option in options if option.name not in common_names]
+    had: dict[str, list[click.Option]] = {}
+    for title, common in shared.items():
+        same = [option for option in options if _is_same(option, common.get(str(option.name)))]
+        if len(same) >= LEAST_SHARED:
+            had[title] = same
+            options = [option for option in options if option not in same]
+    for title, same in had.items():
+        link, is_all = f"[{title}](#{title.lower().replace(' ', '-')})", len(same) == len(shared[title])
+        which = "the options of" if is_all else f"{', '.join(f'`{option.opts[0]}`' for option in same)} of"
+        lines += ["", f"Also takes {which} {link}."]
     return [*lines, "", *_option_rows(options)] if options else lines
 
 
-def _shared_by(one: str, other: str, *without: str) -> dict[str, click.Option]:
-    others = {option.name: option for option in _options(_command(other))}
-    left_out = {option.name for name in without for option in _options(_command(name))}
-    same = [o for o in _options(_command(one)) if _is_same(o, others.get(o.name)) and o.name not in left_out]
-    return {str(option.name): option for option in same}
-
-
-def _has(command: click.Command, options: Mapping[str, click.Option]) -> bool:
-    own = {option.name: option for option in _options(command)}
-    return all(_is_same(option, own.get(name)) for name, option in options.items())
+def _shared_by(one: str, other: str) -> dict[str, click.Option]:
+    commands = dict(all_commands())
+    others = {option.name: option for option in _options(commands[other])}
+    return {str(each.name): each for each in _options(commands[one]) if _is_same(each, others.get(each.name))}
 
 
 def _is_same(option: click.Option, other: click.Option | None) -> bool:
@@ -185,31 +183,37 @@ def _options(command: click.Command) -> list[click.Option]:
 
 
 def _option_rows(options: Iterable[click.Option]) -> list[str]:
-    rows = [_row(_spelling(o), _option_value(o), _default(str(o.name), o.default), _about(o)) for o in options]
-    return ["| flag | value | default | |", "|---|---|---|---|", *rows]
+    return ["| option | |", "|---|---|", *(_row(_spelling(option), _about(option)) for option in options)]
 
 
 def _spelling(option: click.Option) -> str:
-    return ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
-
-
-def _option_value(option: click.Option) -> str:
-    kind = option.type
-    if option.is_flag:
-        return "on" + (" or off" if option.secondary_opts else "")
-    if isinstance(kind, click.Choice):
-        return ", ".join(f"`{choice}`" for choice in kind.choices)
-    if isinstance(kind, click.IntRange | click.FloatRange):
-        number = _number(str(option.name), kind.min, kind.max)
-        return number.replace("from", "above") if kind.min_open else number
-    metavar = option.make_metavar(click.Context(click.Command("any")))
-    return "`" + metavar + "`" if option.metavar else kind.name.replace("integer", "number").replace("float", "number")
+    names = [f"--[no-]{name[2:]}" if f"--no-{name[2:]}" in option.secondary_opts else name for name in option.opts]
+    others = [name for name in option.secondary_opts if not name.startswith("--no-")]
+    return ", ".join(f"`{name}`" for name in (*names, *others))
 
 
 def _about(param: click.Parameter) -> str:
     said = str(getattr(param, "help", None) or "")
     variables = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
-    return " ".join([said, *(f"(`{name}`)" for name in variables)]).strip()
+    default = "" if param.type is click.BOOL else _default(str(param.name), param.default)
+    return "".join(
+        [said, _values(param), f" Default: {default}." if default else "", *(f" (`{name}`)" for name in variables)]
+    ).strip()
+
+
+def _values(param: click.Parameter) -> str:
+    """What the values of an option may be, if a choice or a range says so."""
+    match param.type:
+        case click.Choice():
+            return _one_of(param.type.choices)
+        case click.IntRange() | click.FloatRange() if param.type.min is not None and param.type.max is not None:
+            return f" From {param.type.min:.10g} to {param.type.max:.10g}."
+    return ""
+
+
+def _one_of(choices: Sequence[str]) -> str:
+    listed = ", ".join(f"`{choice}`" for choice in choices)
+    return f" One of {listed}." if len(choices) <= MOST_CHOICES else ""
 
 
 def _row(*cells: str) -> str:

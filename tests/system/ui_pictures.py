@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/guides/watching.md: the demo model on this machine under some load, while a node is
+"""Takes the pictures of docs/guides/observe.md: the demo model on this machine under some load, while a node is
 drained and takes answers again.
 
     .venv/bin/python -m tests.system.ui_pictures

@@ -23,7 +23,7 @@ from tests.unit.coordinator.grammar_kit import may_be as is_let
 
 # ---- what can be enforced ----
 
-DOCS = Path(__file__).parents[3] / "docs" / "guides" / "asking.md"
+DOCS = Path(__file__).parents[3] / "docs" / "guides" / "clients.md"
 TEXT = {"type": "string"}
 KEYWORDS = {  # of the drafts, each as it asks for something by itself
     "type": "null",

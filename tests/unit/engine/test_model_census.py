@@ -1,4 +1,4 @@
-"""The table of docs/reference/model-types.md, row by row."""
+"""The table of docs/reference/models.md, row by row."""
 
 import pytest
 
