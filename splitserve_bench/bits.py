@@ -1,10 +1,9 @@
-"""`splitserve doctor --check-bits`: whether the outputs of a model, with these settings and on this machine, have the
-same bits whatever happened to them.
+"""Check whether a model's outputs have the same bits whatever happens to them: `splitserve doctor --check-bits`.
 
-Three clusters, one after the other, play histories: the same requests, sent in ways that must not change a bit of an
+Three clusters, one after the other, play histories: ways to send the same requests that must not change a bit of an
 output. Each history is compared with `alone`: one request at a time, on one node that prefills its prompt in one step
-and has none of it cached. Each must show that it took place: what is to happen depends on the moment, and where it did
-not, equal outputs prove nothing.
+and has none of it cached. Each must show that it took place: whether, say, a request was preempted depends on the
+moment, and where nothing happened equal outputs prove nothing.
 """
 
 import asyncio
@@ -25,20 +24,19 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from serving_core.flags import build
 from serving_core.layout import QUANTIZED_DTYPES
 from serving_core.node.needs import MOST_INVARIANT_RANKS
-from serving_core.process.cpus import confined
 from serving_core.shapes import DECODE, MIXED, PREFILL, Shape
 from splitserve.client.answers import Completion, NodeInfo, NodeLoad, TokenLogprob
 from splitserve.client.clients import AsyncClient
 from splitserve.client.questions import Sampling
 from splitserve.commands.terminal import plain_table
-from splitserve.launch.cluster import NO_HTTP, ClusterSettings
-from splitserve.launch.launcher import Cluster, free_port
+from splitserve.launch.launcher import Cluster
 from splitserve.launch.models import LocalModel, Report
+from splitserve_bench.compare.arena import cluster_on
 from splitserve_bench.errors import BenchError
 from splitserve_bench.prompts import SEED
+from splitserve_bench.report import engine_line
 
 NUM_TOP: Final = 4  # likeliest tokens whose log-probabilities are compared, beside the output's own
 TURN_TOKENS: Final = 23  # new text of a second turn
@@ -57,8 +55,10 @@ OPEN: Final = Sampling(top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, ig
 
 @dataclass(frozen=True, slots=True)
 class BitsBench:
-    """How many requests of how many tokens are sent, and to which nodes. Prompts that the model's context does not hold
-    are left out."""
+    """How many requests of how many tokens are sent, and the size of the nodes.
+
+    Prompts that are too long for the model's context are left out.
+    """
 
     num_requests: int = 8
     prompt_tokens: tuple[int, ...] = (5, 130, 40, 600, 17, 290)  # of the prompts in turn
@@ -69,7 +69,7 @@ class BitsBench:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request; without a seed it is greedy."""
+    """One request; greedy without a seed."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -77,13 +77,14 @@ class Request:
 
     @property
     def sampling(self) -> Sampling:
+        """Return the sampling parameters to send: temperature 0, or 0.9 with the seed; with log-probabilities."""
         how = Sampling(temperature=0.0) if self.seed is None else Sampling(temperature=0.9, seed=self.seed)
         return Sampling(**OPEN, **how, max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The bits of an output that a client sees, and how it ended."""
+    """An output as a client gets it, and the server's account of how it ended."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
@@ -92,7 +93,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place where two histories differ: token `token` of the output to request `request`, both from 0."""
+    """The first place where two histories differ: token `token` of the output of request `request`, from 0."""
 
     request: int
     token: int
@@ -100,8 +101,10 @@ class Difference:
 
 
 def draw_requests(sizes: BitsBench, vocab_size: int, max_model_len: int) -> list[Request]:
-    """Return the same requests each time: half of them greedy, half sampled. Raises BenchError when the model's context
-    is too short for all of them."""
+    """Return requests of random tokens, half of them greedy and half sampled, the same each time.
+
+    Prompts that leave no room for the output in `max_model_len` tokens are left out. Raises BenchError when all are.
+    """
     random, (least, most) = Random(SEED), sizes.output_tokens
     lengths = [each for each in sizes.prompt_tokens if each + 2 * most + TURN_TOKENS <= max_model_len]
     if not lengths:
@@ -117,7 +120,7 @@ def draw_requests(sizes: BitsBench, vocab_size: int, max_model_len: int) -> list
 
 
 def second_turns(requests: Sequence[Request], outputs: Sequence[Output], vocab_size: int) -> list[Request]:
-    """Return requests that continue these outputs with new text."""
+    """Return requests whose prompts are these requests' prompts, their outputs, and some random tokens as new text."""
     random = Random(SEED + 1)
     return [
         Request(
@@ -130,7 +133,10 @@ def second_turns(requests: Sequence[Request], outputs: Sequence[Output], vocab_s
 
 
 def first_difference(expected: Sequence[Output], found: Sequence[Output]) -> Difference | None:
-    """Return the first difference between outputs of the same requests. Floats are equal when their bits are."""
+    """Return the first place where outputs of the same request differ, or None.
+
+    Floats are equal when their bits are.
+    """
     for request, (one, other) in enumerate(zip(expected, found, strict=True)):
         for token, (ours, theirs) in enumerate(zip(one.logprobs, other.logprobs, strict=False)):
             if ours != theirs:
@@ -142,7 +148,7 @@ def first_difference(expected: Sequence[Output], found: Sequence[Output]) -> Dif
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One history: what shows that it took place, whether it did, and where it first differs from `alone`."""
+    """One history that was played: evidence that it took place, and where it differs from `alone` (None: nowhere)."""
 
     history: str
     shown_by: str
@@ -151,20 +157,24 @@ class Played:
 
     @property
     def is_good(self) -> bool:
+        """Return whether the history took place and changed no bit."""
         return self.took_place and self.difference is None
 
 
 @dataclass(frozen=True, slots=True)
 class SmallPool:
-    """A pool that holds the longest request alone, and requests some of which are preempted when all are sent at once:
-    the shorter requests, repeated until the pool has no blocks for their outputs. The pool has one more block for each
-    output that runs; all grow by more."""
+    """The size of a KV pool, and the order in which to send requests, such that some are preempted.
+
+    The pool holds the longest request alone. Sent at once are the shorter requests, repeated until the pool has no
+    blocks for their outputs; it has one more block for each output that runs, and all grow by more.
+    """
 
     num_blocks: int
     order: tuple[int, ...]  # indices of requests
 
     @classmethod
     def of(cls, requests: Sequence[Request], block_size: int) -> "SmallPool":
+        """Return the pool and the order for these requests and a block size in tokens."""
         by_length = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt))
         short = by_length[: (len(requests) + 1) // 2]
         longest = max(-(-(len(request.prompt) + request.max_tokens) // block_size) for request in requests)
@@ -174,7 +184,7 @@ class SmallPool:
 
 
 class Histories:
-    """Play the histories on clusters and keep what came of each. Call `on_one_node` first."""
+    """Play histories on clusters, and collect the results in `played`. `on_one_node` must be called first."""
 
     def __init__(self, requests: Sequence[Request], vocab_size: int, report: Report) -> None:
         self.played: list[Played] = []
@@ -187,7 +197,10 @@ class Histories:
     # ---- a mixed node ----
 
     async def on_one_node(self, client: AsyncClient) -> None:
-        """Play the histories of a cluster of one node, whose steps hold every prompt and whose pool every request."""
+        """Play the histories of a cluster of one mixed node, whose steps hold any prompt and whose pool all requests.
+
+        Sets `alone`, with which all others are compared.
+        """
         [node] = (await client.server_info()).nodes
         self._threads = node.engine["threads"]
         self.alone = await self._one_by_one(client, "alone")
@@ -218,7 +231,7 @@ class Histories:
         await client.set_role(name, before.shape)
 
     async def _chat(self, client: AsyncClient) -> None:
-        """Send second turns, of whose first turns the node has prompt and output cached."""
+        """Send second turns, for which the node has the first turns' prompts and outputs cached."""
         turns = second_turns(self._requests, self.alone, self._vocab_size)
         fresh = [await self._ask(client, turn, f"turn {index}") for index, turn in enumerate(turns)]
         await self._at_once(client, "chat")
@@ -233,8 +246,10 @@ class Histories:
     # ---- a prefill node and two decode nodes ----
 
     async def on_split_nodes(self, client: AsyncClient, kill: Callable[[str], None]) -> None:
-        """Play the histories of a cluster of one prefill node and two decode nodes. `kill` ends a node's process at
-        once; the decode node that is killed does not come back."""
+        """Play the histories of a cluster of one prefill node and two decode nodes.
+
+        `kill` must end the process of the node of this name at once; the decode node that is killed does not come back.
+        """
         server = await client.server_info()
         prefill_node, victim, survivor = (
             node.name for role in (PREFILL, DECODE) for node in server.nodes if node.role == role
@@ -258,7 +273,7 @@ class Histories:
         self._note("colocated", outputs, f"{there} outputs decoded where they were prefilled", there > 0)
 
     async def _moved(self, client: AsyncClient, victim: str) -> None:
-        """Make a decode node a prefill node, so that its running requests migrate."""
+        """Make a decode node a prefill node, so that its running requests migrate, and give it its role back."""
         outputs: list[Output] = []
         num_migrations = 0
         for number in range(MAX_MIGRATION_TRIES):
@@ -272,7 +287,7 @@ class Histories:
     # ---- a small node ----
 
     async def on_a_small_node(self, client: AsyncClient, pool: "SmallPool") -> None:
-        """Play the histories of a cluster of one node that has more threads than before, with this pool."""
+        """Play the histories of a cluster of one node with this small pool and more threads than the first node."""
         [node] = (await client.server_info()).nodes
         threads = node.engine["threads"]
         outputs = await self._one_by_one(client, "threads")
@@ -301,7 +316,7 @@ class Histories:
     async def _disturbed(
         self, client: AsyncClient, salt: str, disturb: Callable[[], Awaitable[object]]
     ) -> list[Output]:
-        """Send all requests at once, and disturb their node when some outputs have begun."""
+        """Send all requests at once, call `disturb` when some outputs have begun, and return the outputs."""
         crowd = _Crowd()
 
         async def once_begun() -> None:
@@ -313,7 +328,10 @@ class Histories:
         return outputs
 
     async def _ask(self, client: AsyncClient, request: Request, salt: str, crowd: "_Crowd | None" = None) -> Output:
-        """Send a request. Requests with one salt share cached blocks, others do not."""
+        """Send a request and return its output.
+
+        Only requests with the same `salt` share cached blocks; `crowd` counts them.
+        """
         token_ids, logprobs = list[int](), list[TokenLogprob]()
         stream = client.generate(request.prompt, cache_salt=salt, deadline_s=REQUEST_S, **request.sampling)
         async for chunk in stream:
@@ -342,7 +360,7 @@ class Histories:
 
 
 class _Crowd:
-    """Counts the outputs that run at the same time."""
+    """Count the outputs that run at the same time. `has_begun` is set when BEGUN_OUTPUTS have BEGUN_TOKENS tokens."""
 
     def __init__(self) -> None:
         self.has_begun = asyncio.Event()
@@ -351,7 +369,7 @@ class _Crowd:
         self._num_begun = 0
 
     def take(self, num_before: int, num_tokens: int, *, has_ended: bool) -> None:
-        """Take in that an output had so many tokens and has so many now."""
+        """Record that an output that had `num_before` tokens has `num_tokens` now."""
         self._num_live += num_before == 0 < num_tokens
         self.most = max(self.most, self._num_live)
         self._num_live -= has_ended
@@ -361,7 +379,7 @@ class _Crowd:
 
 
 async def _until(client: AsyncClient, condition: Callable[[NodeLoad], bool]) -> NodeLoad:
-    """Return the report of the only node, once it meets the condition or SETTLE_S are over."""
+    """Return the load report of the only node, once it meets the condition or SETTLE_S seconds are over."""
     end_s = time.monotonic() + SETTLE_S
     while True:
         [load] = (await client.loads()).nodes
@@ -380,7 +398,7 @@ def _total(outputs: Collection[Output], count: Callable[[Completion], int]) -> i
 
 @dataclass(frozen=True, slots=True)
 class BitsFigures:
-    """The promise for these settings, and what came of each history."""
+    """What was found: what the node promises of these settings, and how each history went."""
 
     model: str
     engine: Mapping[str, str]
@@ -389,14 +407,18 @@ class BitsFigures:
 
     @property
     def differs(self) -> bool:
+        """Return whether a history changed a bit."""
         return any(played.difference for played in self.histories)
 
 
 async def check_bits(
     model: LocalModel, flags: Mapping[str, Any], sizes: BitsBench, cpus: Sequence[int], report: Report
 ) -> BitsFigures:
-    """Play the histories on clusters with these flags on these CPUs. Raises BenchError when the model's context is too
-    short, LaunchError, and SettingsError for what a node cannot use."""
+    """Start three clusters of the model with these flags, one after the other, and play the histories on them.
+
+    `cpus` are shared out among a cluster's nodes. Raises BenchError when the model's context is too short, LaunchError
+    when a cluster does not start, and SettingsError for flags that a node cannot use.
+    """
     tp_size = sizes.tp_size
     cores = tp_size * min(sizes.cores, max(1, len(cpus) // (3 * tp_size)))  # of each of three nodes
     flags = {**flags, **dict.fromkeys(("prefill_tp", "decode_tp", "mixed_tp"), tp_size)}
@@ -416,7 +438,7 @@ async def check_bits(
 
 
 def promise_of(node: NodeInfo) -> str:
-    """Return in words what a node promises, by its own description."""
+    """Return in words whether a node promises equal bits for equal requests, and why not, by its own description."""
     if node.numerics["is_batch_invariant"] == "yes":
         threads = " (with equal numbers of threads)" if "threads" in node.numerics else ""
         return f"promised: the same bits whatever happened to an output{threads}"
@@ -433,7 +455,10 @@ def promise_of(node: NodeInfo) -> str:
 async def _serving(
     model: LocalModel, flags: Mapping[str, Any], report: Report, cpus: Sequence[int], **own: int
 ) -> AsyncIterator[tuple[Cluster, AsyncClient]]:
-    """Start a cluster on these CPUs, with these flags and its own."""
+    """Return an async context manager that starts a cluster on these CPUs and yields it with a client.
+
+    `own` are more flags of `splitserve up`.
+    """
     timeouts = ("request_timeout_s", "credit_timeout_s", "descriptor_timeout_s", "keep_after_s")
     with tempfile.TemporaryDirectory(prefix="splitserve-bits-") as log_dir:
         values = {
@@ -441,24 +466,20 @@ async def _serving(
             "max_num_batched_tokens": WHOLE_PROMPT_TOKENS,
             "heartbeat_s": HEARTBEAT_S,
             "log_dir": log_dir,
-            "grpc_port": free_port(),
-            "http_port": NO_HTTP,
             **dict.fromkeys(timeouts, REQUEST_S),
             **flags,
             **own,
         }
-        with confined(cpus):  # a cluster shares out the CPUs that this process may use
-            cluster = Cluster(build(ClusterSettings, values), values, model, report=report)
+        cluster = cluster_on(cpus, model, values, report)
         async with cluster, cluster.client() as client:
             await cluster.start(lambda missing: None)
             yield cluster, client
 
 
 def bits_view(figures: BitsFigures) -> Group:
-    """Return the promise, a line for each history, and the conclusion."""
-    described = ", ".join(f"{name} {value}" for name, value in sorted(figures.engine.items()))
+    """Return the report for people: the promise, a table of the histories, and the conclusion."""
     return Group(
-        Text(f"{figures.model}: {described}"),
+        Text(engine_line(figures.model, dict(sorted(figures.engine.items())))),
         Text(figures.promise),
         "",
         histories_table(figures.histories),
@@ -468,7 +489,7 @@ def bits_view(figures: BitsFigures) -> Group:
 
 
 def histories_table(histories: tuple[Played, ...]) -> Table:
-    """Return a row for each history: whether bits differ, and what shows that it took place."""
+    """Return a table with a row for each history: whether bits differ, and what shows that it took place."""
     table = plain_table("history", "bits", "shown by")
     for played in histories:
         style = "green" if played.is_good else "yellow" if played.difference is None else "red"
@@ -477,7 +498,7 @@ def histories_table(histories: tuple[Played, ...]) -> Table:
 
 
 def outcome(played: Played) -> str:
-    """Return what came of a history in a word or two."""
+    """Return a history's result in words: "ok", "not played", or where it differs."""
     if (difference := played.difference) is not None:
         what = "token" if difference.is_token else "log-probabilities"
         return f"differ: request {difference.request}, {what} {difference.token}"
@@ -485,7 +506,7 @@ def outcome(played: Played) -> str:
 
 
 def conclusion(figures: BitsFigures) -> str:
-    """Return what came of all histories in one sentence."""
+    """Return in one sentence how many histories changed bits, or could not be played."""
     num_histories = len(figures.histories)
     if differing := [played.history for played in figures.histories if played.difference is not None]:
         return f"{len(differing)} of {num_histories} histories changed bits of outputs: {', '.join(differing)}"

@@ -1,4 +1,4 @@
-"""Start the processes that a benchmark measures or asks with."""
+"""Start the Python processes that a benchmark measures, or sends its load from."""
 
 import asyncio
 import os
@@ -13,9 +13,11 @@ STOP_S: Final = 10.0
 
 
 async def start_child(module: str, *arguments: str, limit: int, **variables: str) -> asyncio.subprocess.Process:
-    """Start `python -m module` with these arguments and environment variables beside ours, but for those of flags and
-    secrets. The child dies with this process, and Ctrl-C is for this process alone. A line that it writes to its pipe
-    has `limit` bytes at most."""
+    """Start `python -m module` with these arguments, and return the process, whose stdin and stdout are pipes.
+
+    Its environment is this process's without SplitServe's flags and secrets, plus `variables`. The child ends when this
+    process ends; Ctrl-C does not reach it. A line read from its stdout may have at most `limit` bytes.
+    """
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "serving_core.process.child", str(os.getpid())),
         *(sys.executable, "-m", module, *arguments),
@@ -29,7 +31,10 @@ async def start_child(module: str, *arguments: str, limit: int, **variables: str
 
 @asynccontextmanager
 async def running_child(module: str, *arguments: str, limit: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Yield the child process of the block, and kill it at the end of the block unless it has ended."""
+    """Return an async context manager that starts a child process as `start_child` does, and yields it.
+
+    At its end the child is killed unless it has ended, and waited for.
+    """
     process = await start_child(module, *arguments, limit=limit)
     try:
         yield process
@@ -40,7 +45,10 @@ async def running_child(module: str, *arguments: str, limit: int) -> AsyncIterat
 
 
 async def _reap(process: asyncio.subprocess.Process) -> None:
-    """Wait for the end of a killed process, also when cancelled: workers that fail at once cancel each other."""
+    """Wait at most STOP_S for the end of a killed process, also when cancelled.
+
+    Of children that fail at once, each cancels the wait for the others.
+    """
     end = asyncio.create_task(process.wait())
     try:
         await asyncio.wait([end], timeout=STOP_S)

@@ -1,4 +1,4 @@
-"""Which code, and which model, figures are of: what is saved by one version says nothing of another one."""
+"""Digest code and model, so that figures saved by another version are not taken for those of this one."""
 
 import hashlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ SERVING: Final = ("splitserve", "coordinator", *NODE, "engine")  # all that runs
 
 @cache
 def code_digest(packages: tuple[str, ...]) -> str:
-    """Return a digest of every source and every compiled file in these packages."""
+    """Return a digest, in hex digits, of names and contents of all .py and .so files of these installed packages."""
     digest = hashlib.blake2s(digest_size=DIGEST_BYTES)
     for package in packages:
         for name, path in _found(package):
@@ -24,7 +24,7 @@ def code_digest(packages: tuple[str, ...]) -> str:
 
 
 def files_digest(folder: Path) -> str:
-    """Return a digest of a model's files: their names, sizes and times, and the content of config.json."""
+    """Return a digest, in hex digits, of a model's files: names, sizes and change times, and config.json's text."""
     digest = hashlib.blake2s((folder / "config.json").read_bytes(), digest_size=DIGEST_BYTES)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         found = path.stat()

@@ -1,4 +1,7 @@
-"""`splitserve bench`. What a command measures with is imported when it runs, so that help is quick."""
+"""Gather the commands of `splitserve bench`.
+
+What a command measures with is imported when it runs, so that help is quick.
+"""
 
 from typing import Final
 
@@ -13,7 +16,7 @@ MAX_SENTENCE_CHARS: Final = 400
 
 
 class Overview(click.Group):
-    """A group whose help has the first sentence of each command whole."""
+    """Show in the help of a command group the whole first sentence of each command, where click would cut it off."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -1,7 +1,8 @@
-"""Processes that work for a command, each on one job at a time. Both ends of what they say to each other.
+"""Run worker processes, each of which does one job after the other. Both ends of their protocol are here.
 
-A worker is `python -m MODULE ASKED`. It says one JSON object a line: {"ready": true} when it is, and for each job that
-it is told, a JSON object a line, {"done": result}; {"progress": text} in between; or {"error": text}, its last one.
+A worker is `python -m MODULE SETUP`, where SETUP is a text that its module reads. It writes one JSON object a line:
+`{"ready": true}` when it can begin; for each job, an object that it reads from a line of its stdin, `{"done": result}`;
+in between `{"progress": text}`; and `{"error": text}` before it ends because of an error.
 """
 
 import asyncio
@@ -16,38 +17,42 @@ from serving_core.errors import SettingsError, SplitServeError
 from splitserve_bench.child import running_child
 from splitserve_bench.errors import BenchError
 
-START_S: Final = 120.0  # until it has read what it was asked
+START_S: Final = 120.0  # until a worker has read its setup
 JOB_S: Final = 1800.0  # of the largest of fleets, or of models
 MOST_LINE_BYTES: Final = 2**20  # two times of each of 10,000 requests
 
 Key = TypeVar("Key")
 Job = Mapping[str, Any]
-Tell = Callable[[str], object]
+Report = Callable[[str], object]
 
 
 class Worker:
-    """One process. What it cannot use raises SettingsError, and its end or a deadline that it misses BenchError."""
+    """One worker process.
 
-    def __init__(self, process: asyncio.subprocess.Process, name: str, tell: Tell) -> None:
-        self._process, self._name, self._tell = process, name, tell
+    Its methods raise SettingsError with the worker's own error, and BenchError when it ends or misses a deadline.
+    `name` is what errors and progress call the process; `report` is called with each line of its progress.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, name: str, report: Report) -> None:
+        self._process, self._name, self._report = process, name, report
 
     async def started(self) -> None:
-        """Wait until it is ready."""
+        """Wait, at most START_S, until the worker can take jobs."""
         await self._said("ready", START_S)
 
     async def begin(self, job: Job) -> None:
-        """Tell it a job, and leave it to it."""
+        """Send a job, and do not wait for its result."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{json.dumps(job)}\n".encode())
         await self._process.stdin.drain()
 
     async def done(self, job: Job) -> Any:
-        """Tell it a job, and return what came of it."""
+        """Send a job, wait at most JOB_S, and return its result."""
         await self.begin(job)
         return await self._said("done", JOB_S)
 
     async def _said(self, name: str, patience_s: float) -> Any:
-        """Return what it says by this name; what it says before is told."""
+        """Return the value of the next line that has this key; report the progress that comes before it."""
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(patience_s):
@@ -57,30 +62,39 @@ class Worker:
                         raise SettingsError(said["error"])
                     if name in said:
                         return said[name]
-                    self._tell(f"{self._name}: {said['progress']}")
+                    self._report(f"{self._name}: {said['progress']}")
         except TimeoutError as error:
             raise BenchError(f"the {self._name} was not done after {patience_s:g} s") from error
         raise BenchError(f"the {self._name} has ended before it was done")
 
 
 @asynccontextmanager
-async def worker(module: str, asked: str, name: str, tell: Tell = str) -> AsyncIterator[Worker]:
-    """Start a worker; `tell` hears of its progress. The process is gone at the end."""
-    async with running_child(module, asked, limit=MOST_LINE_BYTES) as process:
-        yield Worker(process, name, tell)
+async def worker(module: str, setup: str, name: str, report: Report = str) -> AsyncIterator[Worker]:
+    """Return an async context manager that starts `python -m module setup` and yields it as a Worker.
+
+    Errors and progress call it `name`; `report` is called with each line of its progress. The process is gone at the
+    end.
+    """
+    async with running_child(module, setup, limit=MOST_LINE_BYTES) as process:
+        yield Worker(process, name, report)
 
 
 async def run_crew(
     module: str,
-    asked: str,
+    setup: str,
     num_workers: int,
     next_job: Callable[[], tuple[Key, Job] | None],
     on_done: Callable[[Key, Any], None],
 ) -> None:
-    """Work until no job is left. `on_done` is told what came of each job; the next one is asked for after that. Raises
-    as a Worker does."""
+    """Do jobs on `num_workers` processes of `python -m module setup` until `next_job` returns None and all have ended.
+
+    `next_job` returns a job and a key for it; it is called when a process is free, and None may be followed by further
+    jobs after another one has ended. `on_done` is called with the key and the result of each job that ends, before the
+    next job is taken. Raises SettingsError with a worker's own error, and BenchError when one ends or is not done in
+    time.
+    """
     async with AsyncExitStack() as stack:
-        starting = [worker(module, asked, "process that simulates") for _ in range(num_workers)]
+        starting = [worker(module, setup, "process that simulates") for _ in range(num_workers)]
         idle, tasks = [await stack.enter_async_context(each) for each in starting], {}
         for each in idle:
             await each.started()
@@ -103,7 +117,11 @@ async def run_crew(
 
 
 def work(prepare: Callable[[str], Callable[[dict[str, Any]], Any]]) -> None:
-    """Live as a worker, until the input ends: `prepare` takes what was asked, and returns what does a job."""
+    """Run this process as a worker until its stdin ends.
+
+    `prepare` reads the SETUP argument and returns what does a job. A SplitServeError of either is written to stdout as
+    the worker's error, and ends the process.
+    """
     try:
         do = prepare(sys.argv[1])
         gc.freeze()  # what a worker knows stays, and is much to look through
@@ -115,5 +133,5 @@ def work(prepare: Callable[[str], Callable[[dict[str, Any]], Any]]) -> None:
 
 
 def say(**line: Any) -> None:
-    """Say something as a worker."""
+    """Write these fields as one line of JSON to stdout, for the process that started this worker."""
     print(json.dumps(line), flush=True)

@@ -1,7 +1,7 @@
 """Measure and test what needs a CUDA device, in one report: `python -m splitserve_bench.device --out report`.
 
 Each step is a process of its own with a time limit, so that a step that fails or hangs leaves the others alone.
-report.json and report.md have what each step printed as soon as it ends; the same command goes on where it stopped.
+report.json and report.md have what each step printed as soon as it ends; the same command continues where it stopped.
 `--trial` does each step in tiny sizes, also on a CPU.
 """
 
@@ -37,7 +37,7 @@ from splitserve.launch.launcher import Cluster, free_port
 from splitserve.launch.models import LocalModel
 from splitserve_bench.engine.machine import least_s, measure_machine
 from splitserve_bench.models import SHAPES, shape_of, write_random_model
-from splitserve_bench.options import ListOf
+from splitserve_bench.options import ListOf, option
 from splitserve_bench.prompts import GREEDY, Prompts
 
 DONE, FAILED, OUT_OF_TIME = "done", "failed", "out of time"
@@ -60,7 +60,7 @@ VARIANTS: Final = {  # steps that are `bench engine` with these flags
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured. Lists are those of the flags of `bench engine`."""
+    """How much each step measures. `prompts`, `batches` and `contexts` are the flags of `splitserve bench engine`."""
 
     shape: str
     layers: int
@@ -78,7 +78,10 @@ TRIAL: Final = ("1x48,4x16", "1,2", "16,32", 64, 16, 1, 24, 2**25)
 
 
 def print_device(sizes: Sizes, folder: Path) -> None:
-    """Print what the device is, and the rates that it reaches."""
+    """Print the device, its FLOP/s in matrix products, and the rates of reading and copying its memory.
+
+    No model is needed.
+    """
     device = choose_device("auto")
     is_cuda = device.type == "cuda"
     machine = measure_machine(device, torch.bfloat16)
@@ -100,7 +103,7 @@ def print_device(sizes: Sizes, folder: Path) -> None:
 
 
 def write_model(sizes: Sizes, folder: Path) -> None:
-    """Write a model of random weights, unless it is there."""
+    """Write a model of random weights in these sizes to the folder, unless it is complete there, and print its size."""
     if not (folder / MODEL_WRITTEN).exists():
         write_random_model(folder, shape_of(sizes.shape, sizes.layers))
         (folder / MODEL_WRITTEN).touch()
@@ -109,8 +112,10 @@ def write_model(sizes: Sizes, folder: Path) -> None:
 
 @torch.inference_mode()
 def print_attention(sizes: Sizes, folder: Path) -> None:
-    """Print what one layer's attention of a decode step takes. On CUDA calls are captured, so that the host does not
-    count."""
+    """Print the time that one layer's attention of a decode step takes, for each batch and context of `sizes`.
+
+    On CUDA the calls are captured as a graph, so that the host's time does not count. `folder` is not used.
+    """
     shape, device = SHAPES[sizes.shape], choose_device("auto")
     layout = KVLayout.uniform(1, shape.num_kv_heads, shape.head_dim, sizes.block_size, "bfloat16")
     counts = [(int(batch), int(tokens)) for batch in sizes.batches.split(",") for tokens in sizes.contexts.split(",")]
@@ -134,8 +139,10 @@ def print_attention(sizes: Sizes, folder: Path) -> None:
 
 
 def print_split(sizes: Sizes, folder: Path) -> None:
-    """Print how many greedy outputs of a prefill node and a decode node equal those of one mixed node, and
-    what they took. One request at a time has steps of the same shapes in both, so that all must be equal."""
+    """Print how many greedy outputs of a prefill node and a decode node equal those of one mixed node, and their times.
+
+    One request at a time has steps of the same shapes in both clusters, so that all outputs must be equal.
+    """
     together, apart = (asyncio.run(_outputs(sizes, folder, **nodes)) for nodes in ({"mixed": 1}, {}))
     print(f"outputs equal to those of one node: {sum(map(list.__eq__, together, apart))} of {len(apart)}")
 
@@ -165,8 +172,10 @@ OWN_STEPS: Final[Mapping[str, Callable[[Sizes, Path], None]]] = {
 
 
 def steps_of(sizes: Sizes, folder: Path, own: Sequence[str]) -> dict[str, tuple[float, list[str]]]:
-    """Return each step's time limit in seconds and the arguments of its Python, in order. `own` are those of a step
-    of this script but for its name."""
+    """Return by its name, in order, each step's time limit in seconds and its arguments to `python`.
+
+    `own` are the arguments that run a step of this script, without the step's name.
+    """
     is_cuda, is_alone = torch.cuda.is_available(), torch.cuda.device_count() == 1
     transport = ("torch_dist-ipc" if is_alone else "torch_dist-nccl") if is_cuda else "zmq-shm"
     bench = ["-m", "splitserve_bench"]
@@ -187,8 +196,11 @@ def steps_of(sizes: Sizes, folder: Path, own: Sequence[str]) -> dict[str, tuple[
 
 
 def run_step(arguments: Sequence[str], limit_s: float, log: Path) -> dict[str, Any]:
-    """Run Python with these arguments and its children until it ends or its time is over, and return what came of it.
-    What it writes to stderr goes to the log."""
+    """Run `python` with these arguments to its end; return its state, seconds, command, output and last log lines.
+
+    After `limit_s` seconds it and its children are interrupted, then killed, and the state is OUT_OF_TIME. Its stderr
+    is written to the file `log`.
+    """
     start_s, state, command = time.monotonic(), "", [sys.executable, *arguments]
     child = [sys.executable, "-m", "serving_core.process.child", str(os.getpid()), *command]
     with log.open("w") as stderr:
@@ -208,7 +220,7 @@ def run_step(arguments: Sequence[str], limit_s: float, log: Path) -> dict[str, A
 
 
 def write_report(out: Path, title: str, steps: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write report.json and report.md anew."""
+    """Replace report.json and report.md in the folder `out` by the title and the results of these steps so far."""
     parts = [f"# {title}"]
     for name, step in steps.items():
         parts += [f"## {name}: {step['state']}, {step['seconds']} s", f"`{' '.join(step['command'])}`"]
@@ -219,14 +231,14 @@ def write_report(out: Path, title: str, steps: Mapping[str, Mapping[str, Any]]) 
 
 
 @click.command(help=__doc__)
-@click.option("--out", default="device-report", show_default=True, type=click.Path(file_okay=False, path_type=Path))
+@option("--out", default="device-report", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--steps", "names", default=None, type=ListOf("NAME,NAME,...", str), help="Only these, also if done.")
-@click.option("--limit-s", default=540.0, show_default=True, type=click.FloatRange(1.0), help="For all steps together.")
-@click.option("--shape", default="llama-3.1-8b", show_default=True, type=click.Choice(tuple(SHAPES)))
+@option("--limit-s", default=540.0, type=click.FloatRange(1.0), help="For all steps together.")
+@option("--shape", default="llama-3.1-8b", type=click.Choice(tuple(SHAPES)))
 @click.option("--layers", default=0, type=click.IntRange(0), help="Only so many layers of the --shape.")
 @click.option("--scratch", default=tempfile.gettempdir(), help="Folder for the model of random weights, which stays.")
-@click.option("--trial", is_flag=True, help="Tiny sizes, also without a device.")
-@click.option("--only", default="", hidden=True)
+@option("--trial", is_flag=True, help="Tiny sizes, also without a device.")
+@option("--only", default="", hidden=True)
 def main(
     out: Path,
     names: tuple[str, ...] | None,

@@ -1,5 +1,7 @@
-"""Open the model that a benchmark measures: a MODEL, or random weights with the sizes of a known model, on whose values
-speed does not depend."""
+"""Open the model that a benchmark measures: one that is named, or random weights in the sizes of a known model.
+
+Speed does not depend on the values of weights.
+"""
 
 import dataclasses
 import json
@@ -26,7 +28,7 @@ SEED: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model of the Llama, Qwen3, Qwen3-MoE or Gemma 3 family with a tied head and bfloat16 weights."""
+    """The sizes of a Llama, Qwen3, Qwen3-MoE or Gemma 3 model with tied embeddings and bfloat16 weights."""
 
     architecture: str
     model_type: str
@@ -44,15 +46,16 @@ class Shape:
 
     @property
     def is_gemma(self) -> bool:
+        """Return whether the model is of the Gemma 3 family."""
         return self.model_type.startswith("gemma3")
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of weights of all matrices."""
+        """Return the number of weights of all matrices, without the norms."""
         return sum(math.prod(sizes) for _, sizes in self.tensors() if len(sizes) > 1)
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name and the sizes of each tensor: outputs and inputs of a matrix, or the width of a norm."""
+        """Yield each tensor's name (without ".weight") and sizes: outputs and inputs of a matrix, or a norm's width."""
         hidden, heads, kv_heads = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         yield "model.embed_tokens", (self.vocab_size, hidden)
         yield "model.norm", (hidden,)
@@ -86,7 +89,11 @@ SHAPES: Final = {
 
 
 def writing_model(model: str, report: Report) -> LocalModel:
-    """Return the model's folder, as `resolve` does. Raises BenchError for a model that makes embeddings."""
+    """Return folder and name of a model that generates text, downloading it when needed; `report` gets progress.
+
+    `model` is a folder, a file, or a hub id, as `resolve` takes it. Raises BenchError for a model that makes
+    embeddings, and what `resolve` raises.
+    """
     local = resolve(model, report)
     if read_model_config(local.folder).embedder is not None:
         raise BenchError(f"{local.name} makes embeddings, and what is measured here is a model that writes answers")
@@ -95,7 +102,11 @@ def writing_model(model: str, report: Report) -> LocalModel:
 
 @contextmanager
 def model_folder(model: str, shape: str | None, num_layers: int, report: Report) -> Iterator[Path]:
-    """Yield the folder of a model, or one of a shape of SHAPES that is removed at the end, also at SIGTERM."""
+    """Return a context manager that yields the folder of `model`, or without one a folder with random weights.
+
+    `shape`, a name of SHAPES or None, has the sizes of those weights, with `num_layers` of its layers (0: all). They
+    are removed at the end, also at SIGTERM. Raises SettingsError when they do not fit into memory.
+    """
     if shape is None:
         yield writing_model(model, report).folder
         return
@@ -116,8 +127,10 @@ def model_folder(model: str, shape: str | None, num_layers: int, report: Report)
 
 
 def shape_of(name: str, num_layers: int) -> Shape:
-    """Return a shape of SHAPES with as many of its layers, 0 for all. Raises SettingsError where it has fewer, or its
-    weights do not fit into memory."""
+    """Return the sizes of a model of SHAPES with its first `num_layers` layers, 0 for all.
+
+    Raises SettingsError when it has fewer layers, or its weights do not fit into the free memory.
+    """
     whole = SHAPES[name]
     if num_layers > whole.num_layers:
         raise SettingsError(f"--layers {num_layers}: {name} has {whole.num_layers}")
@@ -132,8 +145,10 @@ def shape_of(name: str, num_layers: int) -> Shape:
 
 
 def write_random_model(folder: Path, shape: Shape) -> None:
-    """Write a model with random weights: config.json, model.safetensors and a tokenizer with one word for each token.
-    The weights are the same each time on one kind of device."""
+    """Write config.json, model.safetensors with random weights, and a tokenizer of one word a token to a folder.
+
+    The folder is made. The weights are the same each time on one kind of device (CPU or CUDA).
+    """
     import torch
     from safetensors.torch import save_file
     from tokenizers import Tokenizer

@@ -1,4 +1,4 @@
-"""What the flags of the load commands have in common."""
+"""Define types of flag values, and flags, that several benchmark commands have."""
 
 import math
 import os
@@ -13,15 +13,14 @@ from serving_core.units import parse_size
 
 Command = Callable[..., Any]
 
-json_option: Final = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-
 PAIR: Final = re.compile(r"(ttft|tpot|e2el):\S*", re.ASCII)  # one limit of several after one flag
 
 
 class RepeatingCommand(click.Command):
-    """Takes several words after one flag, as vLLM's command does: `--goodput ttft:500 tpot:30`.
+    """A command some flags of which take several words, as in vLLM's command: `--goodput ttft:500 tpot:30`.
 
-    `lists` are such flags, each with what its further words look like; the words of one of `joined` are one value.
+    `lists` are these flags, each with a pattern that its further words match; the words after a flag of `joined` become
+    one value, separated by spaces, others a value each.
     """
 
     lists: ClassVar[Mapping[str, re.Pattern[str]]] = {}
@@ -32,7 +31,10 @@ class RepeatingCommand(click.Command):
 
 
 class ListOf(click.ParamType[tuple[Any, ...]]):
-    """Values with commas or spaces between them."""
+    """Parse values with commas or spaces between them, each by `parse`, into a tuple; equal values count once.
+
+    Refuses an empty list, and a value for which `parse` raises ValueError.
+    """
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
@@ -51,7 +53,7 @@ class ListOf(click.ParamType[tuple[Any, ...]]):
 
 
 class NumberRange(click.FloatRange):
-    """A number of a range, in which nan, which is none, would be for click."""
+    """Parse a number of a range, and refuse nan, which click's FloatRange takes."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
@@ -61,8 +63,10 @@ class NumberRange(click.FloatRange):
 
 
 class NewFile(click.Path):
-    """A file to be written, in a folder that takes one: what nobody can write is refused before anything is
-    measured."""
+    """Parse the path of a file that is to be written, and refuse one in a folder that does not exist or takes no files.
+
+    So a path that cannot be written is known before anything is measured.
+    """
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
@@ -76,7 +80,7 @@ class NewFile(click.Path):
 
 
 class Size(click.ParamType[int]):
-    """Bytes, such as 80GiB."""
+    """Parse a number of bytes, such as 80GiB, into an int."""
 
     name = "SIZE"
 
@@ -88,8 +92,11 @@ class Size(click.ParamType[int]):
 
 
 def repeat_flags(words: Sequence[str], lists: Mapping[str, re.Pattern[str]], joined: Collection[str] = ()) -> list[str]:
-    """`--goodput a:1 b:2 model` becomes `--goodput a:1 --goodput b:2 model`, or `--goodput "a:1 b:2" model` where it is
-    one of `joined`."""
+    """Return the words of a command line with each flag of `lists` repeated before each of its further words.
+
+    `--goodput a:1 b:2 model` becomes `--goodput a:1 --goodput b:2 model`, or `--goodput "a:1 b:2" model` for a flag of
+    `joined`. A word belongs to a flag when it is the first after it or matches the flag's pattern.
+    """
     repeated: list[str] = []
     flag, is_first = "", False
     for word in words:
@@ -109,7 +116,7 @@ def repeat_flags(words: Sequence[str], lists: Mapping[str, re.Pattern[str]], joi
 
 
 def options_of(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Return one decorator that adds several options, in the order in which help shows them."""
+    """Return one decorator that adds these options to a command, in the order in which its help shows them."""
 
     def add(command: Command) -> Command:
         for option in reversed(options):
@@ -120,7 +127,10 @@ def options_of(*options: Callable[[Command], Command]) -> Callable[[Command], Co
 
 
 def option(*names: str, help: str = "", default: Any = None, **more: Any) -> Callable[[Command], Command]:
-    """Return a click option whose help shows the default, if there is one."""
+    """Return the decorator of a click option whose help shows its default, unless it has none or the default is ""."""
     if default is not None:
-        more |= {"default": default, "show_default": default != ""}
+        more = {"default": default, "show_default": default != "", **more}
     return click.option(*names, help=help, **more)
+
+
+json_option: Final = option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")

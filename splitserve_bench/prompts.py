@@ -1,4 +1,4 @@
-"""Random prompts for the benchmarks, and how their outputs are sampled."""
+"""Draw random prompts for the benchmarks, and say how their outputs are sampled."""
 
 from random import Random
 from typing import Any, Final
@@ -9,7 +9,10 @@ GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "repetition_penalty": 1.0, 
 
 
 class Prompts:
-    """Random prompts of one length, the same in every run and none twice."""
+    """Draw random prompts of `num_tokens` token ids below `vocab_size`.
+
+    Every run draws the same ones, in the same order.
+    """
 
     def __init__(self, vocab_size: int, num_tokens: int) -> None:
         self._random = Random(SEED)
@@ -17,4 +20,5 @@ class Prompts:
         self._num_tokens = num_tokens
 
     def draw(self) -> list[int]:
+        """Return the token ids of the next prompt."""
         return self._random.choices(range(self._vocab_size), k=self._num_tokens)

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import click
 
 from serving_core.slo import timely
-from splitserve_bench.plan.loads import AskedLoad, Loads
+from splitserve_bench.plan.loads import LoadOptions, Loads
 from splitserve_bench.simulate.profile import Profile, read_profile
 
 
@@ -95,7 +95,7 @@ def ideal_readers(
     readers: int,
 ) -> None:
     """Prints the share that is read in time, by order."""
-    profile, load = read_profile(path), AskedLoad("azure", dataset_path, length_scale, 1, 1, 0.0, 1.0, 0)
+    profile, load = read_profile(path), LoadOptions("azure", dataset_path, length_scale, 1, 1, 0.0, 1.0, 0)
     planned = Loads(load, profile.node.vocab_size, profile.node.max_model_len).load(request_rate, num_prompts, 0)
     prompts = [
         Prompt(each.send_at_s, read_s(profile, num), each.send_at_s + (ttft[0] + ttft[1] * num) / 1000)

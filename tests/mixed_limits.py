@@ -9,7 +9,7 @@ import click
 
 from splitserve_bench.serve.arrivals import send_times_s
 from splitserve_bench.serve.datasets import plan, random_load
-from splitserve_bench.serve.metrics import Limits, is_good, told
+from splitserve_bench.serve.metrics import Limits, is_good, with_limits
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from splitserve_bench.simulate.profile import read_profile
 
@@ -35,8 +35,8 @@ def attainments(size: FleetSize, rate: float, mix: tuple[Limits, Limits]) -> lis
     for seed in range(SEEDS):
         random = Random(f"{seed} limits")
         limits_of = {index: random.choice(mix) for index in range(NUM_REQUESTS)}
-        planned = told(load(rate, seed), lambda each, of=limits_of: of[each.index])
-        for outcome in simulate(PROFILE, size, planned, max_concurrency=None, request_timeout_s=600.0):
+        planned = with_limits(load(rate, seed), lambda each, of=limits_of: of[each.index])
+        for outcome in simulate(PROFILE, size, planned, max_concurrency=None, request_timeout_s=600.0).outcomes:
             limits = limits_of[outcome.index]
             met[limits].append(is_good(outcome, limits))
     return [sum(each) / len(each) for each in met.values()]

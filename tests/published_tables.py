@@ -20,7 +20,7 @@ import click
 
 from splitserve_bench.plan.hardware import DEVICES
 from splitserve_bench.plan.model_sizes import ModelSizes, read_model_sizes
-from splitserve_bench.plan.nodes import AskedNodes, machines_of
+from splitserve_bench.plan.nodes import NodeOptions, machines_of
 from splitserve_bench.simulate.profile import Grid, Profile
 
 MS, US = 1e-3, 1e-6
@@ -155,7 +155,7 @@ TABLES = {read.__name__: read for read in (distserve, splitwise, llmservingsim)}
 ROLES = ("prefill_hardware", "decode_hardware", "both_hardware")
 
 
-def profiles_of(table: str, source: Path, table_model: str, nodes: AskedNodes) -> dict[int, Profile]:
+def profiles_of(table: str, source: Path, table_model: str, nodes: NodeOptions) -> dict[int, Profile]:
     """By TP size: the profiles of the planner's nodes of one hardware, with the steps of a table."""
     (hardware,) = nodes.both_hardware
     sizes = TABLES[table](source, table_model, hardware, read_model_sizes(Path(nodes.model)))
@@ -183,7 +183,7 @@ def main(table: str, source: Path, model: str, hardware: str, table_model: str, 
     """Write hardware-tpN.json for each size of a table."""
     names = dict.fromkeys(ROLES, (hardware,))
     unset = dict.fromkeys(("device_memory_bytes", "max_model_len", "max_num_batched_tokens", "max_num_seqs"), 0)
-    nodes = AskedNodes(model, (), **names, link="", host_link="ib", gpus_per_host=64, tp_sizes=(), **unset)
+    nodes = NodeOptions(model, (), **names, link="", host_link="ib", gpus_per_host=64, tp_sizes=(), **unset)
     for tp, profile in profiles_of(table, source, table_model, nodes).items():
         profile.save(folder / f"{hardware}-tp{tp}.json")
 

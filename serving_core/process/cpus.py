@@ -46,12 +46,18 @@ def divide_cpus(cpus: Sequence[int], num_parts: int) -> list[str]:
     return [",".join(map(str, cpus[start:end])) for start, end in itertools.pairwise(starts)]
 
 
+def allowed_cpus() -> list[int]:
+    """Return the numbers of the CPUs that this process may use, ascending; an empty list where the system does not
+    report them (macOS)."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
 def _share(number: int, num_shares: int) -> list[int]:
     if not 1 <= number <= num_shares <= LARGEST_CPU:
         raise SettingsError(f"--cpus {number}/{num_shares} is not a share: 1/N to N/N, with N up to {LARGEST_CPU}")
     if not hasattr(os, "sched_getaffinity"):
         raise SettingsError("--cpus needs Linux")
-    return parse_cpus(divide_cpus(sorted(os.sched_getaffinity(0)), num_shares)[number - 1])
+    return parse_cpus(divide_cpus(allowed_cpus(), num_shares)[number - 1])
 
 
 @contextlib.contextmanager

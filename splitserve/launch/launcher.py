@@ -28,6 +28,7 @@ from serving_core.net.api_keys import read_api_keys
 from serving_core.net.backoff import Backoff
 from serving_core.net.ports import EVERY_ADDRESS, SocketFolder, before_port
 from serving_core.net.tls import SCHEME, TlsFiles, hosts_of
+from serving_core.process.cpus import allowed_cpus
 from splitserve.client.clients import AsyncClient
 from splitserve.client.errors import ClientError, Unavailable
 from splitserve.launch.choices import choices
@@ -89,7 +90,7 @@ class Cluster:
         self._report = report
         self._fork_server = fork_server
         self._sockets = SocketFolder()
-        cpus = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+        cpus = tuple(allowed_cpus())
         self._instance_id = secrets.token_hex(16)
         secret, cuda = secrets.token_hex(16), cuda_devices(os.environ)
         place = Place(free_port(), str(self._sockets.path), secret, self._instance_id, cpus, cuda_devices=cuda)

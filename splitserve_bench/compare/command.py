@@ -1,4 +1,7 @@
-"""`splitserve bench compare`. What it measures with is imported when it runs, so that help is quick."""
+"""Define the command `splitserve bench compare`.
+
+What it measures with is imported when it runs, so that help is quick.
+"""
 
 import math
 import os
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import click
 
 from serving_core.errors import SettingsError
+from serving_core.process.cpus import allowed_cpus
 from serving_core.process.extras import needs, require
 from splitserve.commands.terminal import report
 from splitserve.signals import run_to_end
@@ -21,7 +25,7 @@ from splitserve_bench.compare.contenders import (
     parse_split,
 )
 from splitserve_bench.models import writing_model
-from splitserve_bench.options import PAIR, ListOf, NumberRange, RepeatingCommand, option, options_of
+from splitserve_bench.options import PAIR, ListOf, NumberRange, RepeatingCommand, json_option, option, options_of
 from splitserve_bench.serve.command import (
     ABOVE_0,
     FILE,
@@ -30,7 +34,6 @@ from splitserve_bench.serve.command import (
     check_burstiness,
     client_options,
     dataset_of,
-    json_option,
     named,
     send_limits_option,
     shape_options,
@@ -49,7 +52,7 @@ OWN_FLAGS: Final = frozenset(
 
 
 def parse_rate(text: str) -> float:
-    """Parse requests per second. Raises ValueError."""
+    """Return the requests per second that a text means. Raises ValueError outside LOWEST_RATE to HIGHEST_RATE."""
     try:
         rate = float(text)
     except ValueError:
@@ -60,14 +63,18 @@ def parse_rate(text: str) -> float:
 
 
 def parse_kind(text: str) -> str:
-    """Parse a kind of contender. Raises ValueError."""
+    """Return the text. Raises ValueError unless it is a kind of contender."""
     if text not in KINDS:
         raise ValueError(f"{text!r} is none of {', '.join(KINDS)}")
     return text
 
 
 def parse_engine_flag(text: str, given_by: str = "--engine-flag") -> tuple[str, Any]:
-    """Parse NAME=VALUE of a flag of `splitserve up`, its value as that flag takes it. Raises SettingsError."""
+    """Return name and value of a flag of `splitserve up` from NAME=VALUE, with the value as that flag takes it.
+
+    Raises SettingsError, which names the flag `given_by`, for an unknown flag, one that the comparison sets itself, and
+    a value that the flag refuses.
+    """
     from splitserve.commands.serve import up
 
     name, separator, value = text.partition("=")
@@ -82,7 +89,7 @@ def parse_engine_flag(text: str, given_by: str = "--engine-flag") -> tuple[str, 
 
 
 class CompareCommand(RepeatingCommand):
-    """Takes several pairs after one flag. Each --slo-scale has scales of its own."""
+    """The command, whose --goodput and --slo-scale take several pairs. Each --slo-scale is an objective of its own."""
 
     lists: ClassVar = {"--goodput": PAIR, "--slo-scale": PAIR}
     joined: ClassVar = frozenset({"--slo-scale"})
@@ -191,7 +198,7 @@ def compare_command(
     Without --goodput and --slo-scale, limits are those of --slo-scale ttft:6 tpot:1.5. Clusters are told the limits of
     each request (--no-send-limits: not), and so have a load of their own for each --slo-scale.
     """
-    from splitserve_bench.compare.run import Asked, compare_contenders
+    from splitserve_bench.compare.run import CompareOptions, compare_contenders
 
     cores = cores_of(values["cores"])
     peers = [_parsed("--peer", parse_peer, text) for text in values["peers"]]
@@ -207,15 +214,16 @@ def compare_command(
     dataset.check()
     check_burstiness(dataset.name, dataset.burstiness)
     bench, local = _bench(values), writing_model(model, report)
-    asked = Asked(local, cores, flags, chosen, everyone[0], dataset, bench, profiles, save_dir, as_json)
-    run_to_end(compare_contenders(asked))
+    options = CompareOptions(local, cores, flags, chosen, everyone[0], dataset, bench, profiles, save_dir, as_json)
+    run_to_end(compare_contenders(options))
 
 
 def cores_of(number: int) -> list[int]:
-    """Return the first CPUs that this process may use, so many; all for 0. Raises SettingsError."""
-    if not hasattr(os, "sched_getaffinity"):
-        return list(range(number or os.cpu_count() or 1))
-    allowed = sorted(os.sched_getaffinity(0))
+    """Return the numbers of the first `number` CPUs that this process may use; of all for 0.
+
+    Raises SettingsError when there are fewer.
+    """
+    allowed = allowed_cpus() or list(range(number or os.cpu_count() or 1))
     if number > len(allowed):
         raise SettingsError(f"--cores {number} is more than this process may use: {len(allowed)}")
     return allowed[: number or None]

@@ -1,4 +1,4 @@
-"""What a comparison knows of each contender and finds in the end, and what the simulator says of the same loads."""
+"""Hold what a comparison finds about each contender, beside what the simulator predicts of the same loads."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ SIMULATED_FLAGS: Final = frozenset({"policy", "admission", "roles", "remote_pref
 
 @dataclass(frozen=True, slots=True)
 class ProbeRun:
-    """A probe: its requests with what became of them, and the figures of these."""
+    """A probe that was run: its requests with their outcomes, and the summary of these."""
 
     number: int  # in the order of all probes, from 1
     contender: str
@@ -43,13 +43,17 @@ class ProbeRun:
 
     @property
     def counted(self) -> Counted:
+        """Return the numbers of good and of all requests at the probe's rate."""
         summary = self.summary
         return Counted(self.probe.rate, summary.num_good, summary.num_offered, summary.num_effective)
 
 
 @dataclass(slots=True)
 class Entry:
-    """A contender with what it is judged by, its search and its probes. A failure, one sentence, ends the search."""
+    """A contender with the objective that it is judged by, its search and its probes.
+
+    `failure` is "", or one sentence that says why its search has ended early.
+    """
 
     contender: Contender
     slo: Slo
@@ -58,30 +62,36 @@ class Entry:
     failure: str = ""
 
     def next_probe(self) -> Probe | None:
+        """Return the probe that the search needs next; None when the search is over or has failed."""
         return None if self.failure else self.search.next_probe()
 
     def record(self, run: ProbeRun) -> None:
+        """Add a probe that was run, for the search to continue from."""
         self.runs.append(run)
         self.search.record(run.counted)
 
     @property
     def kept(self) -> Kept:
-        """Return which requests were good."""
+        """Return for each probe which of its requests were good, in the order of sending."""
         return {run.probe: run.summary.are_good for run in self.runs}
 
     @property
     def judged(self) -> Probes:
+        """Return for each probe its outcomes with their limits, in the order of sending."""
         return {run.probe: run.summary.judged for run in self.runs}
 
     def summary_at(self, rate: float) -> Summary:
-        """Summarize all probes of a rate."""
+        """Return the summary of all probes of a rate together."""
         return summarize_judged([each for run in self.runs if run.probe.rate == rate for each in run.summary.judged])
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was found by one objective. `paired` are the same requests at every two contenders, `causes` why `auto` lost
-    those that a fixed mode kept; `verdict` are sentences."""
+    """What was found by one objective.
+
+    `paired` compares every two contenders on the same requests; `causes` say why an `auto` cluster lost requests that a
+    colocated or split one kept; `verdict` are sentences.
+    """
 
     goal: Goal
     objective: str
@@ -93,11 +103,12 @@ class Comparison:
 
     @property
     def is_probed(self) -> bool:
+        """Return whether any contender has been probed."""
         return any(entry.runs for entry in self.entries)
 
 
 def standing(entry: Entry) -> Standing:
-    """Return what the verdict needs to know of a contender."""
+    """Return what the verdict needs of a contender: its result, and its misses at the lowest rate that fails."""
     result = entry.search.result()
     failing = result.failing_rate
     misses = None if failing is None else entry.summary_at(failing).misses
@@ -105,7 +116,7 @@ def standing(entry: Entry) -> Standing:
 
 
 def concluded(comparison: Comparison) -> Comparison:
-    """Add what follows from the probes of the contenders that did not drop out."""
+    """Return the comparison with the pairs, causes and verdict of the contenders that have not dropped out."""
     entries = [entry for entry in comparison.entries if entry.runs and not entry.failure]
     paired = pairs_of({each.contender.name: each.kept for each in entries})
     sentences = verdict([standing(entry) for entry in entries])
@@ -115,7 +126,7 @@ def concluded(comparison: Comparison) -> Comparison:
 
 
 def _causes(entries: Sequence[Entry]) -> Iterator[Causes]:
-    """Return why `auto` lost what colocation or a split kept, for each rate."""
+    """Yield for each rate why `auto` lost requests that colocation or a split kept."""
     judged = {entry.contender.name: entry.judged for entry in entries}
     for auto in entries:
         for fixed in entries if auto.contender.kind == AUTO else ():
@@ -124,7 +135,11 @@ def _causes(entries: Sequence[Entry]) -> Iterator[Causes]:
 
 
 def judged_by(slos: Mapping[str, Slo], objective: str, comparison: Comparison) -> Comparison:
-    """Judge the same probes of fixed rates by another objective, each contender that is named by its own."""
+    """Return the comparison with its probes judged by other objectives, `slos`, by the contenders' names.
+
+    Only probes at fixed rates can be judged again. Contenders that `slos` does not name are left out; `objective`
+    describes all of them in words.
+    """
     entries = []
     for entry in comparison.entries:
         if slo := slos.get(entry.contender.name):
@@ -141,8 +156,10 @@ def judged_by(slos: Mapping[str, Slo], objective: str, comparison: Comparison) -
 
 @dataclass(frozen=True, slots=True)
 class Forecaster:
-    """Simulates clusters of ours that share so many cores, where there is a profile of nodes of their size, and their
-    flags are known to the simulator."""
+    """Predict by simulation what becomes of a load on a cluster of ours whose nodes share `num_cores` cores.
+
+    That needs a profile of nodes of the same number of cores, and flags that the simulator knows.
+    """
 
     profiles: Mapping[int, Profile]  # by cores of a node
     num_cores: int
@@ -151,17 +168,17 @@ class Forecaster:
     def outcomes(
         self, contender: ClusterContender, planned: Sequence[PlannedRequest], request_timeout_s: float
     ) -> list[Outcome] | None:
-        """Simulate a load; None where the contender cannot be simulated."""
+        """Simulate a load on a contender and return its outcomes; None when the contender cannot be simulated."""
         if self.why_not(contender):
             return None
         counts = contender.prefill, contender.decode, contender.mixed
         profile = self.profiles[self._cores(contender)]
         flags = {name: value for name, value in self._flags(contender).items() if name not in profile.flags}
         size = FleetSize(*counts, **flags, nodes_per_machine=contender.num_nodes)
-        return simulate(profile, size, planned, max_concurrency=None, request_timeout_s=request_timeout_s)
+        return simulate(profile, size, planned, max_concurrency=None, request_timeout_s=request_timeout_s).outcomes
 
     def why_not(self, contender: ClusterContender) -> str:
-        """Return why a contender cannot be simulated; "" where it can."""
+        """Return why a contender cannot be simulated; "" when it can."""
         profile = self.profiles.get(self._cores(contender))
         if profile is None:
             return f"no --profile is of nodes of {self._cores(contender)} cores"
@@ -182,7 +199,7 @@ class Forecaster:
 
 
 def by_cores(profiles: Sequence[Profile]) -> dict[int, Profile]:
-    """Return profiles by the cores of a node. Raises SettingsError when two are of nodes of one size."""
+    """Return profiles by the number of cores of a node. Raises SettingsError when two have the same number."""
     found = {profile.cores: profile for profile in profiles}
     if len(found) < len(profiles):
         raise SettingsError("two --profile are of nodes with the same number of cores")
@@ -190,8 +207,11 @@ def by_cores(profiles: Sequence[Profile]) -> dict[int, Profile]:
 
 
 def forecast_sentences(comparison: Comparison) -> Iterator[str]:
-    """Say how far apart the shares of good requests are, load by load and over all, and whether contenders that are
-    surely apart come in the same order."""
+    """Yield how far apart measured and simulated shares of good requests are: for each load, then in all.
+
+    The last sentence also says of how many pairs of contenders, among those whose measured shares surely differ, the
+    simulation has the better one right. Nothing is yielded where nothing was simulated.
+    """
     runs = [run for entry in comparison.entries for run in entry.runs if run.simulated is not None]
     if not runs:
         return
@@ -210,8 +230,7 @@ def forecast_sentences(comparison: Comparison) -> Iterator[str]:
 
 
 def _orders(comparison: Comparison) -> list[bool]:
-    """Return for every two contenders that are surely apart at a rate whether the simulation has them in the same
-    order."""
+    """Return for every two contenders that surely differ at a rate whether the simulation has the same one ahead."""
     at: dict[tuple[str, float], list[float]] = {}
     for entry in comparison.entries:
         for run in entry.runs:

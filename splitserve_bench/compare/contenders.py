@@ -1,4 +1,4 @@
-"""Who takes part: every way to use the given cores, and other servers by URL."""
+"""Define the contenders of a comparison: every way to use the given cores, and other servers by their URLs."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -20,7 +20,10 @@ _PEER: Final = re.compile(r"([\w.+-]+)=(https?://\S+)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class ClusterContender:
-    """A cluster of ours. Its nodes share the cores evenly. `flags` are its own, of `splitserve up`."""
+    """A cluster of ours: its numbers of prefill, decode and mixed nodes, which share the cores evenly.
+
+    `flags` of `splitserve up` are for this cluster alone.
+    """
 
     name: str
     kind: str
@@ -31,12 +34,13 @@ class ClusterContender:
 
     @property
     def num_nodes(self) -> int:
+        """Return the number of all nodes."""
         return self.prefill + self.decode + self.mixed
 
 
 @dataclass(frozen=True, slots=True)
 class PeerContender:
-    """A server that speaks OpenAI's completions API and runs already, on as many cores as its owner gave it."""
+    """Another server with OpenAI's completions API, which runs already, on whatever cores its owner gave it."""
 
     name: str
     address: str
@@ -56,7 +60,7 @@ def contenders(
 
     - colocated clusters: one node of all cores, and one node a core
     - `splits`, or `splits_of(num_cores)` if empty
-    - "auto": one node a core, all of which prefill and decode; the limits decide who does what, and what is refused
+    - "auto": one node a core, all of which prefill and decode; the limits decide what each does, and what is refused
     - `customs`, then `peers`
 
     With one core there is one colocated cluster and no auto. Raises SettingsError when one has more nodes than there
@@ -79,7 +83,7 @@ def contenders(
 
 
 def colocated(num_nodes: int, cores_each: int) -> ClusterContender:
-    """Return a cluster of mixed nodes, each for its own requests."""
+    """Return a cluster of mixed nodes of `cores_each` cores, each of which does all of a request itself."""
     return ClusterContender(f"colocated {num_nodes}x{cores_each}", COLOCATED, 0, 0, num_nodes, ALONE)
 
 
@@ -89,7 +93,10 @@ def split(prefill: int, decode: int) -> ClusterContender:
 
 
 def splits_of(num_cores: int) -> list[ClusterContender]:
-    """Return every split into nodes of one core each, fewest prefill nodes first; of many, MAX_SPLITS evenly spread."""
+    """Return every split into prefill and decode nodes of one core each, fewest prefill nodes first.
+
+    Of more than MAX_SPLITS, so many are returned, evenly spread.
+    """
     prefills = list(range(1, num_cores))
     if len(prefills) > MAX_SPLITS:
         gap = (len(prefills) - 1) / (MAX_SPLITS - 1)
@@ -98,7 +105,7 @@ def splits_of(num_cores: int) -> list[ClusterContender]:
 
 
 def parse_split(text: str) -> ClusterContender:
-    """Parse a split such as 1P+1D. Raises ValueError."""
+    """Return the cluster that a text such as 1P+1D means. Raises ValueError for a text of another form."""
     match = _SPLIT.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not of the form 1P+1D")
@@ -106,8 +113,11 @@ def parse_split(text: str) -> ClusterContender:
 
 
 def parse_custom(text: str, parse_flag: Callable[[str], tuple[str, Any]]) -> ClusterContender:
-    """Parse `NAME=NODES FLAG=VALUE ...`, with nodes such as 1P+1B, and any number of flags. Raises ValueError, and
-    whatever parse_flag raises."""
+    """Return the cluster that `NAME=NODES FLAG=VALUE ...` means, with nodes such as 1P+1B and any number of flags.
+
+    P is a prefill node, D a decode node, B a mixed one. `parse_flag` returns name and value of a flag. Raises
+    ValueError for a text of another form or nodes that cannot serve, and what parse_flag raises.
+    """
     first, *flags = text.split() or [""]
     name, _, nodes = first.partition("=")
     matches = [_NODES.fullmatch(part) for part in nodes.split("+")]
@@ -123,7 +133,10 @@ def parse_custom(text: str, parse_flag: Callable[[str], tuple[str, Any]]) -> Clu
 
 
 def parse_peer(text: str) -> PeerContender:
-    """Parse NAME=URL; a `/v1` at the URL's end may be there or not. Raises ValueError."""
+    """Return the server that NAME=URL means, with or without `/v1` at the end.
+
+    Raises ValueError for a text of another form.
+    """
     match = _PEER.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not of the form NAME=URL, such as vllm=http://127.0.0.1:8000")

@@ -1,4 +1,4 @@
-"""A comparison as tables for people, as JSON, and as files."""
+"""Show a comparison as tables, return it as JSON, and write it to files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ REPEATED: Final = (
 
 
 def comparison_view(comparison: Comparison) -> Group:
-    """Return the view: the goal, the table, the verdict, reasons to doubt it, and causes of lost requests."""
+    """Return the goal, a table of all contenders, the verdict, reasons to doubt it, and the causes of lost requests."""
     goal = f"{comparison.goal.attainment:.0%} of the offered requests good: {comparison.objective}"
     is_fixed = any(entry.search.at_rates for entry in comparison.entries)
     table = rates_table(comparison) if is_fixed else search_table(comparison)
@@ -52,7 +52,7 @@ def comparison_view(comparison: Comparison) -> Group:
 
 
 def search_table(comparison: Comparison) -> Table:
-    """Return a row for each contender: its best rate, and how it did there; without one, at the lowest rate."""
+    """Return a table with each contender's best rate and its figures there; without one, at its lowest rate."""
     table = _table(("goodput, req/s", "knee", "next rate failed"))
     for entry in comparison.entries:
         result = entry.search.result()
@@ -69,7 +69,7 @@ def search_table(comparison: Comparison) -> Table:
 
 
 def rates_table(comparison: Comparison) -> Table:
-    """Return a row for each contender and rate."""
+    """Return a table with a row for each contender and each rate that was probed."""
     table = _table(("rate, req/s",))
     for entry in comparison.entries:
         for counted in entry.search.curve():
@@ -81,7 +81,7 @@ def rates_table(comparison: Comparison) -> Table:
 
 
 def causes_view(causes: Causes) -> tuple[str, Table]:
-    """Return a sentence, and a table with a row for each cause."""
+    """Return a sentence about how many requests were lost, and a table of their causes."""
     loser, keeper, rate = escape(causes.loser), escape(causes.keeper), plain(causes.rate)
     sentence = f"At {rate} req/s {loser} lost {causes.num_lost} of {causes.num_total} requests that {keeper} kept:"
     table = plain_table("decision", "limit on", numbers=("lost", "predicted", "actual", "margin", "limit, ms"))
@@ -92,7 +92,7 @@ def causes_view(causes: Causes) -> tuple[str, Table]:
 
 
 def warnings(comparison: Comparison) -> list[str]:
-    """Return reasons to doubt the figures."""
+    """Return reasons to doubt the figures, a sentence each; an empty list when there are none."""
     lines = [f"{entry.contender.name} is out: {entry.failure}" for entry in comparison.entries if entry.failure]
     for entry in comparison.entries:
         if not (entry.search.at_rates or entry.failure or entry.search.result().is_settled):
@@ -108,8 +108,11 @@ def warnings(comparison: Comparison) -> list[str]:
 
 
 def comparison_json(found: Sequence[Comparison], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything but the single requests. `about` tells what was compared, `also` has what was found by further
-    objectives."""
+    """Return the JSON object of all that was found but the single requests.
+
+    `about` has fields that say what was compared. The first objective's findings are fields of the object, those of the
+    others a list, `also`.
+    """
     first, *others = map(_found_json, found)
     return {**about, **first, "also": others}
 
@@ -128,8 +131,10 @@ def _found_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def save_comparison(found: Sequence[Comparison], about: Mapping[str, Any], folder: Path) -> None:
-    """Write the JSON object, and pictures of attainment over the rate: attainment.png, and attainment-2.png and so on
-    by the other objectives."""
+    """Write the JSON object and pictures of attainment by rate to a folder: attainment.png, attainment-2.png, ...
+
+    There is a picture for each objective. Raises BenchError or OSError when a file cannot be written.
+    """
     write_whole(folder / "comparison.json", json.dumps(comparison_json(found, about), indent=2))
     for number, judged in enumerate(found, 1):
         points = [
@@ -180,7 +185,7 @@ def _run_json(run: ProbeRun) -> dict[str, Any]:
 
 
 def _figures(entry: Entry, rate: float, losing_rate: float | None) -> list[str]:
-    """Return attainment and latencies at a rate, and what requests were lost to at another."""
+    """Return cells for attainment and latencies at `rate`, and the main cause of losses at `losing_rate`, if any."""
     counted = next(each for each in entry.search.curve() if each.rate == rate)
     low, high = counted.interval
     latencies_s = entry.summary_at(rate).latencies_s

@@ -1,11 +1,11 @@
-"""Compares contenders: the highest request rate of each at which enough requests are good.
+"""Compare contenders: find the highest request rate of each at which enough requests are good.
 
-All searches advance together, one probe of each contender in a round, so that whatever disturbs the machine for a
-while disturbs everybody; each round begins with another contender. Probes of one rate and number send the same requests
-at the same moments to everybody.
+All searches advance together, one probe of each contender in a round, so that whatever disturbs the machine for a while
+disturbs everybody; each round begins with another contender. Probes of one rate and number send the same requests at
+the same moments to everybody.
 
-Every objective has searches of its own. Where servers are told the limits, what they did under one objective says
-nothing of another; where they are not, the same cell is judged by all. A cell that is saved is not measured again.
+Every objective has searches of its own. Where the limits are sent with the requests, results under one objective say
+nothing of another; where they are not, one measured load is judged by all. A load that is saved is not measured again.
 """
 
 import asyncio
@@ -45,9 +45,9 @@ from splitserve_bench.compare.slo import (
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.arrivals import send_times_s
 from splitserve_bench.serve.command import Dataset
-from splitserve_bench.serve.datasets import at_rate, clipped_words, fit, longer_share, plan
+from splitserve_bench.serve.datasets import at_rate, clipped_words, fit, plan
 from splitserve_bench.serve.generator import describe
-from splitserve_bench.serve.metrics import Limits, Summary, told, tpot_s, ttft_s
+from splitserve_bench.serve.metrics import Limits, Summary, tpot_s, ttft_s, with_limits
 from splitserve_bench.serve.records import (
     OPENAI,
     Outcome,
@@ -55,7 +55,7 @@ from splitserve_bench.serve.records import (
     Progress,
     ServedModel,
     Target,
-    pack_request,
+    load_digest,
     to_outcome,
 )
 from splitserve_bench.serve.results import request_lines, write_whole
@@ -63,7 +63,6 @@ from splitserve_bench.serve.workload import Source
 from splitserve_bench.simulate.profile import read_profile
 
 ARGUMENTS: Final = "arguments.json"
-DIGEST_BYTES: Final = 8
 OUTCOME_FIELDS: Final = frozenset(field.name for field in fields(Outcome))
 MAX_TRACED: Final = 100_000  # requests that are read of a trace
 SAMPLE: Final = 200  # drawn requests from which a share is told
@@ -74,7 +73,7 @@ WARM_UP, UNLOADED = 0.0, -1.0  # rates that no probe has, for the seeds of loads
 
 @dataclass(frozen=True, slots=True)
 class CompareBench:
-    """How much is measured, and what counts: limits, or scales of the unloaded reference."""
+    """How much is measured, and what counts: limits, or multiples (scales) of a request's time on an idle reference."""
 
     criteria: tuple[Limits | Scales, ...]  # each judged for itself
     send_limits: bool  # whether clusters of ours are told what each request is judged by
@@ -91,8 +90,8 @@ class CompareBench:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is to be compared. `flags` go to every cluster of ours."""
+class CompareOptions:
+    """All that the flags say about a comparison. `flags` of `splitserve up` are for every cluster of ours."""
 
     model: LocalModel
     cores: Sequence[int]
@@ -106,7 +105,7 @@ class Asked:
     as_json: bool
 
     def about(self) -> dict[str, Any]:
-        """Return what was compared, for the JSON object."""
+        """Return the fields of the JSON object that say what was compared."""
         return {
             "model": self.model.name,
             "cores": len(self.cores),
@@ -116,19 +115,25 @@ class Asked:
         }
 
     def arguments(self) -> dict[str, Any]:
-        """Return what a saved comparison must have in common with one that goes on with it."""
+        """Return what must be equal in a saved comparison and one that continues it, the code's digest among it."""
         contenders = [asdict(each) for each in self.contenders]
         made_by = {"code": code_digest(SERVING), "kernels": os.environ.get(NATIVE, "")}
         return {**self.about(), "contenders": contenders, "model_files": files_digest(self.model.folder), **made_by}
 
 
 class Workload:
-    """Plans loads for one model: the same data set at any rate, and other requests for every seed. Of a trace, a seed
-    chooses the stretch that is replayed, of texts the order, so that probes may share some."""
+    """Plan loads for one model: the same data set at any rate, with other requests for every seed.
+
+    Of a trace the seed chooses the stretch that is replayed, of texts the order, so that probes may share some
+    requests.
+    """
 
     def __init__(self, dataset: Dataset, model: ServedModel, folder: Path | None = None) -> None:
-        """Read the data set; texts need the model's folder. Raises BenchError when it cannot be read, or the server did
-        not tell its vocabulary; ModelError for a folder without a tokenizer."""
+        """Read the data set; texts need the model's folder, for its tokenizer.
+
+        Raises BenchError when the data set cannot be read or the vocabulary's size is not known, and ModelError for a
+        folder without a tokenizer.
+        """
         if model.vocab_size is None:
             raise BenchError("without the size of the vocabulary no prompts can be drawn")
         self._burstiness = dataset.burstiness
@@ -136,7 +141,10 @@ class Workload:
         self._source = Source(dataset, model.vocab_size, folder, MAX_TRACED)
 
     def load(self, rate: float, num_requests: int, seed: int) -> list[PlannedRequest]:
-        """Plan requests at that mean rate per second; all of a file that has fewer."""
+        """Plan `num_requests` requests at a mean rate per second, or all requests of a file that has fewer.
+
+        An infinite rate sends all at once.
+        """
         if traced := self._source.traced:
             start = Random(f"{seed} stretch").randrange(max(1, len(traced) - num_requests + 1))
             stretch = at_rate(traced[start : start + num_requests], rate)
@@ -149,30 +157,34 @@ class Workload:
         return plan(shapes, send_at_s)
 
     def clipped_share(self) -> float:
-        """Return the share of the data set's requests that are longer than all contenders take, and so clipped in every
-        load."""
-        lengths = [each.input_tokens + each.output_tokens for each in self._source.traced]
-        lengths = lengths or [len(each.prompt) + each.output_tokens for each in self._source.drawn(SAMPLE, Random(0))]
-        return 0.0 if self._max_model_len is None else longer_share(lengths, self._max_model_len)
+        """Return the share of the data set's requests that are too long for some contender, and so clipped."""
+        if self._max_model_len is None:
+            return 0.0
+        return self._source.clipped_share(self._max_model_len, SAMPLE, Random(0))
 
 
 def served_by_all(model: LocalModel, max_model_len: int | None, peers: Sequence[ServedModel]) -> ServedModel:
-    """Return the model with the longest requests that our clusters and all peers take."""
+    """Return the model with the greatest length of a request that our clusters and all peers take.
+
+    `max_model_len` is the flag of our clusters, None without it.
+    """
     config = read_model_config(model.folder)
     lengths = [config.max_position_embeddings, max_model_len, *(peer.max_model_len for peer in peers)]
     return ServedModel(model.name, min(length for length in lengths if length is not None), config.vocab_size)
 
 
 def seed_of(base: int, rate: float, number: int) -> int:
-    """Return the seed of a probe: the same for all contenders, another one for every rate and repetition, so that a
-    server that keeps KV between probes never sees a prompt again."""
+    """Return the seed of the probe of this number at this rate: the same for all contenders.
+
+    Every rate and number has another one, so that a server that keeps KV between probes never sees a prompt again.
+    """
     digest = hashlib.blake2s(f"{base} {rate!r} {number}".encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A load for a contender; `label` is for people."""
+    """A load for a contender; `label` says in the file's name which one."""
 
     contender: Contender
     label: str
@@ -180,36 +192,39 @@ class Cell:
 
     @property
     def name(self) -> str:
-        digest = hashlib.blake2s(repr(self.contender).encode(), digest_size=DIGEST_BYTES)
-        for each in self.planned:
-            digest.update(pack_request(each))
-        return f"{self.contender.name}-{self.label}-{digest.hexdigest()}".replace(" ", "-")
+        """Return the name of the file that the load is saved as, without its suffix."""
+        digest = load_digest(self.contender, self.planned)
+        return f"{self.contender.name}-{self.label}-{digest}".replace(" ", "-")
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The outcomes of a load, in its order. is_repeated: a run that was stopped had sent part of it to a server that
-    may have kept its KV."""
+    """The outcomes of a load, in its order.
+
+    `is_repeated`: part of it had been sent before to a server that may have kept its KV, by a run that was stopped.
+    """
 
     outcomes: tuple[Outcome, ...]
     is_repeated: bool = False
 
 
 class Cells:
-    """The saved loads of one comparison, in a folder of their own."""
+    """The saved loads of one comparison, in a folder of their own. `in` says whether a load is saved."""
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any]) -> None:
-        """Take up the comparison that is in `folder`. Raises SettingsError when it has other arguments, or the folder
-        cannot be used."""
+        """Use the comparison in `folder`, or begin one with these arguments.
+
+        Raises SettingsError when the folder holds a comparison with other arguments, or cannot be used.
+        """
         self._probes = folder / "probes"
         try:
             self._probes.mkdir(parents=True, exist_ok=True)
-            asked, path = json.loads(json.dumps(arguments)), folder / ARGUMENTS
+            wanted, path = json.loads(json.dumps(arguments)), folder / ARGUMENTS
             if path.exists():
-                _check_same(json.loads(path.read_text(encoding="utf-8")), asked, folder)
+                _check_same(json.loads(path.read_text(encoding="utf-8")), wanted, folder)
         except (OSError, ValueError) as error:
             raise SettingsError(f"--save-dir {folder} cannot be used: {error}") from error
-        write_whole(path, json.dumps(asked, indent=2))
+        write_whole(path, json.dumps(wanted, indent=2))
 
     def __len__(self) -> int:
         return sum(1 for _ in self._probes.glob("[!.]*.json"))
@@ -218,8 +233,10 @@ class Cells:
         return self._path(cell).exists()
 
     def find(self, cell: Cell) -> Measured | None:
-        """Return the saved measurement of a load, or None if there is none. Raises BenchError for a file that this
-        command has not written."""
+        """Return the saved outcomes of a load, or None when it is not saved.
+
+        Raises BenchError for an unreadable file.
+        """
         if cell not in self:
             return None
         path = self._path(cell)
@@ -230,13 +247,13 @@ class Cells:
             raise BenchError(f"{path.name} cannot be read: remove it, and it will be measured again") from error
 
     def begin(self, cell: Cell) -> bool:
-        """Note that a load is being measured, and return whether that had been begun before, and not ended."""
+        """Note in the folder that a load is being measured; return whether it had been begun before and not saved."""
         was_begun = self._mark(cell).exists()
         write_whole(self._mark(cell), "")
         return was_begun
 
     def save(self, cell: Cell, measured: Measured) -> None:
-        """Save a load. Raises BenchError when it cannot be written."""
+        """Save the outcomes of a load. Raises BenchError when they cannot be written."""
         saved = {
             "contender": cell.contender.name,
             "load": cell.label,
@@ -278,11 +295,11 @@ def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 class ContenderError(BenchError):
-    """A contender cannot go on."""
+    """A contender that cannot be measured any further."""
 
 
 class Compare:
-    """Runs one comparison. `show` is called with what happens right now."""
+    """Run one comparison. `report` gets lines that stay, `show` a line about what happens at the moment."""
 
     def __init__(
         self,
@@ -309,17 +326,20 @@ class Compare:
 
     @property
     def found(self) -> tuple[Comparison, ...]:
-        """Return what is known now: by each objective, then by each contender's own unloaded values. Empty before
-        anybody is probed."""
+        """Return what is known now: a comparison by each objective, then by each contender's own unloaded times.
+
+        Empty before anybody was probed.
+        """
         found = list(self._comparisons)
         if self._bench.own_unloaded:
             found += map(self._by_own, self._bench.criteria, self._comparisons)
         return tuple(concluded(each) for each in found if each.is_probed)
 
     async def run(self, contenders: Sequence[Contender], reference: Contender) -> tuple[Comparison, ...]:
-        """Advance all searches to their ends. A contender that cannot go on is left out from then on, and named.
+        """Advance all searches to their ends, and return what was found.
 
-        Raises BenchError when the unloaded reference cannot be measured, or when nobody is left.
+        A contender that cannot be measured any further is left out from then on, and named. Raises BenchError when the
+        unloaded reference cannot be measured, or when no contender is left.
         """
         unloaded = await self._measure_unloaded(reference) if self._needs_unloaded() else None
         failures = await self._measure_own(contenders) if self._bench.own_unloaded else {}
@@ -392,7 +412,7 @@ class Compare:
         return None if outcomes is None else judge(entry.slo, list(zip(planned, outcomes, strict=True)))
 
     def _planned(self, entry: Entry, probe: Probe) -> list[PlannedRequest]:
-        """Return what a probe sends."""
+        """Return the requests of a probe; report when the data set or the bound on a probe gives fewer than wanted."""
         bench = self._bench
         wanted = max(bench.num_prompts, math.ceil(probe.rate * bench.seconds))
         num_requests = min(wanted, max(bench.num_prompts, MOST_REQUESTS))
@@ -404,11 +424,14 @@ class Compare:
                 f"{wanted} of {bench.seconds:g} s; a short run may not show a queue that grows slowly"
             )
         is_told = bench.send_limits and isinstance(entry.contender, ClusterContender)
-        return told(planned, entry.slo.limits_of) if is_told else planned
+        return with_limits(planned, entry.slo.limits_of) if is_told else planned
 
     async def _measured(self, cell: Cell, what: str, *, is_alone: bool = False) -> Measured:
-        """Return a load as saved, or measure and save it; with is_alone one request after the other, all of which must
-        succeed. Raises ContenderError, and BenchError for files that cannot be used."""
+        """Return a load's outcomes as saved, or measure and save them.
+
+        With `is_alone` requests are sent one after the other, and all must succeed. Raises ContenderError when the load
+        fails, and BenchError for files that cannot be used.
+        """
         number, self._num_loads = self._num_loads, self._num_loads + 1
         if (saved := self._cells.find(cell)) is not None:
             return saved
@@ -437,7 +460,7 @@ class Compare:
         return measured
 
     async def _measure_own(self, contenders: Sequence[Contender]) -> dict[str, str]:
-        """Measure what each contender takes alone; return the failures of those that cannot."""
+        """Measure what requests take alone on each contender; return by name why some cannot be measured."""
         failures = {}
         for each in contenders:
             try:
@@ -478,14 +501,16 @@ class Compare:
 
 
 def first_rate_of(unloaded: Unloaded, planned: Sequence[PlannedRequest]) -> float:
-    """Return the rate of a server that takes one request after the other, to two digits: where the search for one that
-    takes several at a time may begin."""
+    """Return the rate, to two digits, of a server that does one of these requests after the other.
+
+    A search for one that does several at a time may begin there.
+    """
     rate = 1 / statistics.fmean(unloaded.answer_s(each) for each in planned)
     return float(f"{rate:.1e}")
 
 
 def probe_line(run: ProbeRun) -> str:
-    """Return a finished probe in one line."""
+    """Return the result of a probe in one line."""
     counted = run.counted
     low, high = counted.interval
     return (
@@ -497,50 +522,57 @@ def probe_line(run: ProbeRun) -> str:
 # ---- the command ----
 
 
-async def compare_contenders(asked: Asked) -> None:
-    """Compare, and show what was found; when it is stopped, what was found until then."""
+async def compare_contenders(options: CompareOptions) -> None:
+    """Compare the contenders, and print and save what was found; when it is stopped, print what was found until then.
+
+    Raises BenchError when no contender can be measured or a file not be written, and SettingsError for flags that do
+    not fit.
+    """
     with waiting("Comparing") as show:
         # Without a terminal, lines of finished probes are enough.
-        comparing = await _prepare(asked, show if stderr.is_terminal else lambda text: None)
+        comparing = await _prepare(options, show if stderr.is_terminal else lambda text: None)
         try:
-            found = await comparing.run(asked.contenders, asked.reference)
+            found = await comparing.run(options.contenders, options.reference)
         except asyncio.CancelledError:
-            if comparing.found and not asked.as_json:
+            if comparing.found and not options.as_json:
                 stdout.print("Stopped: these searches are not over.")
-                _show(comparing.found, asked)
+                _show(comparing.found, options)
             raise
-    _show(found, asked)
-    if asked.save_dir is not None:
+    _show(found, options)
+    if options.save_dir is not None:
         try:
-            save_comparison(found, asked.about(), asked.save_dir)
+            save_comparison(found, options.about(), options.save_dir)
         except OSError as error:
-            raise BenchError(f"{asked.save_dir} cannot be written to: {error.strerror}") from error
+            raise BenchError(f"{options.save_dir} cannot be written to: {error.strerror}") from error
 
 
-async def _prepare(asked: Asked, show: Callable[[str], None]) -> Compare:
-    """Make sure that peers answer and that folders can be used. Raises BenchError and SettingsError."""
-    forecaster = Forecaster(by_cores(list(map(read_profile, asked.profiles))), len(asked.cores), asked.flags)
-    folder = asked.save_dir or Path(tempfile.mkdtemp(prefix="splitserve-compare-"))
-    cells = Cells(folder, asked.arguments())
+async def _prepare(options: CompareOptions, show: Callable[[str], None]) -> Compare:
+    """Ask the peers what they serve, open the folders, read the data set, and return the comparison, not begun.
+
+    Raises BenchError when a peer does not reply, and SettingsError when a folder cannot be used.
+    """
+    forecaster = Forecaster(by_cores(list(map(read_profile, options.profiles))), len(options.cores), options.flags)
+    folder = options.save_dir or Path(tempfile.mkdtemp(prefix="splitserve-compare-"))
+    cells = Cells(folder, options.arguments())
     if num_saved := len(cells):
         report(f"saved loads: {num_saved}; only what is missing is measured")
-    peers = [each for each in asked.contenders if isinstance(each, PeerContender)]
+    peers = [each for each in options.contenders if isinstance(each, PeerContender)]
     described = [await describe(Target(OPENAI, each.address)) for each in peers]
-    served = served_by_all(asked.model, asked.flags.get("max_model_len") or None, described)
-    workload = Workload(asked.dataset, served, asked.model.folder)
+    served = served_by_all(options.model, options.flags.get("max_model_len") or None, described)
+    workload = Workload(options.dataset, served, options.model.folder)
     if clipped := clipped_words(workload.clipped_share(), served.max_model_len):
         report(clipped)
-    report(f"{', '.join(each.name for each in asked.contenders)}; probes and logs: {folder}")
-    for each in asked.contenders if asked.profiles else ():
+    report(f"{', '.join(each.name for each in options.contenders)}; probes and logs: {folder}")
+    for each in options.contenders if options.profiles else ():
         if isinstance(each, ClusterContender) and (reason := forecaster.why_not(each)):
             report(f"{each.name} is not simulated: {reason}")
-    arena = Arena(asked.model, asked.cores, asked.flags, folder / "logs", report)
-    return Compare(asked.bench, workload, arena, cells, forecaster, report=report, show=show)
+    arena = Arena(options.model, options.cores, options.flags, folder / "logs", report)
+    return Compare(options.bench, workload, arena, cells, forecaster, report=report, show=show)
 
 
-def _show(found: Sequence[Comparison], asked: Asked) -> None:
-    if asked.as_json:
-        click.echo(json.dumps(comparison_json(found, asked.about())))
+def _show(found: Sequence[Comparison], options: CompareOptions) -> None:
+    if options.as_json:
+        click.echo(json.dumps(comparison_json(found, options.about())))
         return
     for each in found:
         stdout.print(comparison_view(each))

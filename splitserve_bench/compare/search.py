@@ -1,4 +1,4 @@
-"""The highest request rate that a system serves well: a bisection over log rate that reckons with noise.
+"""Search the highest request rate that a system serves well: a bisection over log rate that reckons with noise.
 
 1. Bracket: from a first rate, doubled (or times another step) while probes pass, divided while they fail.
 2. Bisect: the geometric mean of the highest passing and the lowest failing rate, until they are close enough.
@@ -6,11 +6,12 @@
    counts are pooled. When that turns it, the bracket opens again. A rate that fails below one that passes is probed
    again too.
 
-Whether a rate passes is read from a curve that falls with the rate: where the counts rise, neighbours are pooled until
+Whether a rate passes is read from a curve that falls with the rate: where the counts rise, neighbors are pooled until
 they do not (isotonic regression), so that one unlucky probe does not hide what passes above it.
 
-Intervals reckon with the clusters in which misses come (spread.py). The knee is that of runs of the probes' length
-which begin with an idle system: a queue that grows slowly is not yet long when a short run ends.
+Intervals reckon with the clusters in which misses come (serve/metrics.py). The knee is the rate at which the share of
+good requests falls below the goal, in runs as long as the probes, which begin with an idle system: a queue that grows
+slowly is not yet long when a short run ends.
 """
 
 import functools
@@ -28,7 +29,7 @@ MOST_SEEDS: Final = 3  # probes of one rate
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is searched for. Rates are in requests per second."""
+    """What is searched for, and how closely. Rates are in requests per second."""
 
     first_rate: float
     attainment: float = 0.9  # share of requests that must be good
@@ -40,7 +41,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A load to run: its rate in requests per second, and how often that rate was probed before."""
+    """A load to run: its rate in requests per second, and how many probes of that rate came before."""
 
     rate: float
     seed: int
@@ -48,7 +49,10 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The counts of all probes of one rate. num_effective independent requests would say as much."""
+    """How many of a rate's requests were good.
+
+    As their misses cluster, they say as much as num_effective independent ones.
+    """
 
     rate: float
     num_good: int
@@ -57,6 +61,7 @@ class Counted:
 
     @property
     def attainment(self) -> float:
+        """Return the share of good requests."""
         return self.num_good / self.num_total
 
     @property
@@ -67,11 +72,11 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Rates in requests per second; None where no probe says so.
+    """The result of a search. Rates are in requests per second; None where no probe shows one.
 
-    best_rate passed, failing_rate is the lowest above it that did not. The knee, where attainment crosses the goal,
-    lies from knee_low to knee_high with 95 % confidence: below are rates that surely pass, above that surely fail.
-    num_good, num_total and the attainment with its 95 % interval are those at best_rate, pooled.
+    best_rate is the highest that passed, failing_rate the lowest above it that did not. The knee, where attainment
+    crosses the goal, lies from knee_low to knee_high with 95 % confidence: rates below surely pass, rates above surely
+    fail. num_good, num_total and the attainment with its 95 % interval are those of all probes at best_rate.
     """
 
     best_rate: float | None
@@ -88,8 +93,10 @@ class SearchResult:
 
 
 class RateSearch:
-    """Searches the rate of one system. Ask for a probe, run it, record what it found, until there is none. With
-    `at_rates` nothing is searched: each of these rates is probed once, in their order."""
+    """Search the knee of one system: take the next probe, run it, and record its counts, until there is none.
+
+    With `at_rates` nothing is searched: each of these rates is probed once, in their order.
+    """
 
     def __init__(self, goal: Goal, at_rates: Sequence[float] = ()) -> None:
         self._goal = goal
@@ -97,7 +104,7 @@ class RateSearch:
         self._counts: dict[float, list[Counted]] = {}
 
     def next_probe(self) -> Probe | None:
-        """Return what to run next; None when the search is over."""
+        """Return the probe to run next; None when the search is over."""
         if self.at_rates:
             return next((Probe(rate, 0) for rate in self.at_rates if rate not in self._counts), None)
         if sum(map(len, self._counts.values())) >= self._goal.max_probes:
@@ -106,7 +113,7 @@ class RateSearch:
         return None if rate is None else Probe(rate, len(self._counts.get(rate, ())))
 
     def record(self, counted: Counted) -> None:
-        """Take in a probe of 1 request at least."""
+        """Add the counts of a probe of at least one request."""
         assert 0 <= counted.num_good <= counted.num_total > 0, counted
         self._counts.setdefault(counted.rate, []).append(counted)
 
@@ -115,7 +122,7 @@ class RateSearch:
         return settle(self.curve(), self._goal, sum(map(len, self._counts.values())))
 
     def curve(self) -> list[Counted]:
-        """Return the pooled counts of every probed rate, ascending by rate."""
+        """Return the counts of every probed rate, those of its probes added up, ascending by rate."""
         return [_pooled(self._counts[rate]) for rate in sorted(self._counts)]
 
     def _next_rate(self) -> float | None:
@@ -134,13 +141,12 @@ class RateSearch:
         return self._doubtful([best, failing])
 
     def _hidden(self, curve: Sequence[Counted], best: Counted) -> float | None:
-        """Return a rate below the best that fails by its own counts."""
+        """Return a rate below the best that fails by its own counts and may be probed again, else None."""
         below = [each for each in curve if each.rate < best.rate and each.attainment < self._goal.attainment]
         return self._doubtful(below)
 
     def _doubtful(self, candidates: Iterable[Counted]) -> float | None:
-        """Return the candidate with the fewest seeds that may be on the other side of the goal, if it can be probed
-        again."""
+        """Return the least probed of these rates that may be on the other side of the goal; None if none may."""
         rates = [
             each.rate
             for each in candidates
@@ -150,7 +156,7 @@ class RateSearch:
 
 
 def settle(curve: Sequence[Counted], goal: Goal, num_probes: int) -> SearchResult:
-    """Return the result of these counts, ascending by rate, wherever they come from."""
+    """Return the result of these counts, ascending by rate, after so many probes."""
     best, failing = bracket(curve, goal.attainment)
     low, high = best.interval if best is not None else (None, None)
     return SearchResult(
@@ -169,16 +175,20 @@ def settle(curve: Sequence[Counted], goal: Goal, num_probes: int) -> SearchResul
 
 
 def bracket(curve: Sequence[Counted], attainment: float) -> tuple[Counted | None, Counted | None]:
-    """Return the highest rate that passes and the next one, which does not, on the falling curve through these
-    counts."""
+    """Return the counts at the highest rate that passes, and those at the next rate; None where there is none.
+
+    Whether a rate passes is read from the falling curve through all counts, which ascend by rate.
+    """
     num_passing = sum(fitted >= attainment for fitted in falling(curve))
     best = curve[num_passing - 1] if num_passing else None
     return best, curve[num_passing] if num_passing < len(curve) else None
 
 
 def falling(curve: Sequence[Counted]) -> list[float]:
-    """Return the attainment at each rate on the curve that never rises and is closest to these counts (pool adjacent
-    violators)."""
+    """Return the attainment at each rate on the curve that never rises and is closest to these counts.
+
+    It is found by pooling adjacent violators.
+    """
     pools: list[tuple[int, int, int]] = []  # good, total, rates
     for each in curve:
         pool = (each.num_good, each.num_total, 1)
@@ -190,13 +200,15 @@ def falling(curve: Sequence[Counted]) -> list[float]:
 
 
 def plain(rate: float) -> str:
-    """Format a rate with three digits, without an exponent for large ones."""
+    """Format a rate with three digits, and without an exponent."""
     return f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
 
 
 def _sure_passes(curve: Sequence[Counted], attainment: float) -> list[float]:
-    """Return rates that surely pass. Attainment falls with the rate: what a rate and those above it reach together, it
-    reaches itself at least."""
+    """Return the rates that surely pass.
+
+    Attainment falls with the rate: the share that a rate and those above it reach together it reaches itself at least.
+    """
     return [
         each.rate
         for index, each in enumerate(curve)
@@ -205,7 +217,7 @@ def _sure_passes(curve: Sequence[Counted], attainment: float) -> list[float]:
 
 
 def _sure_failures(curve: Sequence[Counted], attainment: float) -> list[float]:
-    """Return rates that surely fail: what a rate and those below it do not reach together, it does not reach itself."""
+    """Return the rates that surely fail: what a rate and those below it together miss, it misses itself."""
     return [
         each.rate
         for index, each in enumerate(curve)
@@ -218,7 +230,7 @@ def _pooled(counts: Sequence[Counted]) -> Counted:
 
 
 def _together(one: Counted, other: Counted) -> Counted:
-    """Add the counts of two, at the rate of the first."""
+    """Return the counts of two probes added up, at the rate of the first."""
     return Counted(
         one.rate,
         one.num_good + other.num_good,

@@ -1,9 +1,10 @@
-"""What makes a request good: the same limits for all, or multiples of what the request takes while nothing else runs.
+"""Decide whether a request is good: by limits for all, or by multiples of what it takes while nothing else runs.
 
 Relative limits are Splitwise's: slowdowns against the same request alone on a reference system. The reference is the
-colocated cluster with one node on all cores, whoever is judged. A request's limit on TTFT grows with its prompt, as
-its unloaded TTFT does; those on TPOT are the same for all; those on E2EL are multiples of both together. Unlike
-Splitwise's, they are limits of single requests, a share of which must meet all of them: that is DistServe's attainment.
+colocated cluster with one node on all cores, whichever contender is judged. A request's limit on TTFT grows with its
+prompt, as its unloaded TTFT does; those on TPOT are the same for all; those on E2EL are multiples of both together.
+Unlike Splitwise's, they are limits of single requests, a share of which must meet all of them: that is DistServe's
+attainment.
 """
 
 import statistics
@@ -21,7 +22,7 @@ REPEATS: Final = 3  # requests of about each length
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Multiples of what a request takes alone; None is no limit."""
+    """Multiples of the times that a request takes alone, which are its limits; None is no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -37,29 +38,33 @@ DEFAULT_SCALES: Final = Scales(ttft=6.0, tpot=1.5)  # Splitwise's for the 99th a
 
 @dataclass(frozen=True, slots=True)
 class Unloaded:
-    """What a request costs while nothing else runs. TTFT is ttft_base_s + ttft_s_per_token times its prompt tokens."""
+    """The times of a request while nothing else runs.
+
+    TTFT is ttft_base_s + ttft_s_per_token times its prompt tokens.
+    """
 
     ttft_base_s: float
     ttft_s_per_token: float
     tpot_s: float
 
     def ttft_s(self, num_prompt_tokens: int) -> float:
+        """Return the seconds to the first token of a request with so many prompt tokens."""
         return self.ttft_base_s + self.ttft_s_per_token * num_prompt_tokens
 
     def answer_s(self, planned: PlannedRequest) -> float:
-        """Return the seconds from the request to the last token."""
+        """Return the seconds from sending a request to its last token."""
         return self.ttft_s(len(planned.prompt)) + self.tpot_s * (planned.output_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """A service level objective: the same limits for every request, or scales of the unloaded reference."""
+    """A service level objective: equal limits for all requests, or multiples of their times on an idle reference."""
 
     criterion: Limits | Scales
     unloaded: Unloaded | None = None
 
     def limits_of(self, planned: PlannedRequest) -> Limits:
-        """Return what this request may take."""
+        """Return the limits of this request."""
         if isinstance(self.criterion, Limits):
             return self.criterion
         assert self.unloaded is not None
@@ -84,19 +89,23 @@ class Slo:
 
 
 def judge(slo: Slo, pairs: Sequence[tuple[PlannedRequest, Outcome]]) -> Summary:
-    """Summarize every offered request with what became of it, each by limits of its own."""
+    """Return the summary of all requests with their outcomes, each judged by limits of its own."""
     return summarize_judged([Judged(outcome, slo.limits_of(planned)) for planned, outcome in pairs])
 
 
 def parse_scales(words: Sequence[str]) -> Scales:
-    """Parse scales such as `ttft:6 tpot:1.5`, each word one or several pairs; a later pair of the same name wins.
-    Raises BenchError."""
+    """Return the scales that words such as `ttft:6 tpot:1.5` mean, each word one or several pairs.
+
+    A later pair of the same name replaces an earlier one. Raises BenchError for a text of another form.
+    """
     return Scales(**parse_pairs(words, "a scale is NAME:FACTOR, above 0", lambda value: value > 0))
 
 
 def sample(planned: Sequence[PlannedRequest]) -> list[PlannedRequest]:
-    """Return REPEATS different requests of about each of some prompt lengths, to be sent one after the other; those
-    with outputs of several tokens where there are such."""
+    """Return REPEATS requests of about each of some prompt lengths (QUANTILES), to be sent one after the other.
+
+    Requests with outputs of several tokens are taken where there are any.
+    """
     candidates = [each for each in planned if each.output_tokens > 1] or list(planned)
     ordered = sorted(candidates, key=lambda each: len(each.prompt))
     last = len(ordered) - REPEATS
@@ -108,8 +117,11 @@ def sample(planned: Sequence[PlannedRequest]) -> list[PlannedRequest]:
 
 
 def fit_unloaded(ttfts: Iterable[tuple[int, float]], tpots_s: Sequence[float]) -> Unloaded:
-    """Fit the line through pairs of prompt tokens and TTFT, one at least, that has the least relative errors; neither
-    its base nor its slope is below 0. TPOT is the median, or 0 without any. TTFTs are above 0."""
+    """Return the times of a request alone, from pairs of prompt tokens and TTFT, at least one, and from TPOTs.
+
+    The line through the pairs has the least relative errors, and neither its base nor its slope is below 0. TPOT is the
+    median, or 0 without any. TTFTs must be above 0.
+    """
     base_s, s_per_token = _line(list(ttfts))
     return Unloaded(base_s, s_per_token, statistics.median(tpots_s) if tpots_s else 0.0)
 

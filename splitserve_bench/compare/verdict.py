@@ -1,13 +1,13 @@
-"""Who wins, by how much, and what the others lose their requests to. Pure.
+"""Say which contender wins, by how much, and what the others lose their requests to. Pure.
 
-Contenders are compared by their knees, and request by request where they had the same ones: what a stretch of a load
-demands it demands of everybody, so shares of the same requests go up and down together, and their difference is known
-better than either. Requests of one run are not independent: the differences, in the order of sending, count as fewer
+Contenders are compared by their knees, and request by request where they had the same ones: a heavy stretch of a load
+is heavy for everybody, so shares of the same requests go up and down together, and their difference is known better
+than either. Requests of one run are not independent: the differences, in the order of sending, count as fewer
 independent ones.
 
-Why a contender lost requests that another one kept is said by the decision on each, and what was expected of it:
-expected_ttft_s and its like of the timeline, for refused requests in the refusal. What is not told is not known, and
-medians are over what is known.
+Why a contender lost requests that another one kept is read from the decision on each, and from what the coordinator
+expected of it: expected_ttft_s and the like in the timeline, for refused requests in the refusal. What a server does
+not report is not known, and medians are over what is known.
 """
 
 import statistics
@@ -57,7 +57,7 @@ TTFT, TPOT, E2EL, NO_LIMIT = "TTFT", "TPOT", "E2EL", ""
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What one contender achieved. `misses` are those at its lowest failing rate, None when no rate failed."""
+    """The result of one contender, and its misses at its lowest failing rate, None when no rate failed."""
 
     name: str
     kind: str
@@ -66,9 +66,11 @@ class Standing:
 
 
 def verdict(standings: Sequence[Standing]) -> list[str]:
-    """Return sentences: the winner or that there is none; splitting against colocation; our best against each peer;
-    then what each contender loses its requests to. A difference counts when the intervals of the knees do not
-    overlap."""
+    """Return the verdict as sentences. A difference counts when the intervals of the knees do not overlap.
+
+    First the winner or that there is none; then splitting against colocation; our best against each peer; and what each
+    contender loses its requests to.
+    """
     ranked = sorted(standings, key=lambda each: each.result.best_rate or 0.0, reverse=True)
     sentences = [_winner(ranked)] if len(ranked) > 1 else []
     best = {kind: each for each in reversed(ranked) for kind in [each.kind]}
@@ -84,7 +86,7 @@ def verdict(standings: Sequence[Standing]) -> list[str]:
 
 
 def knee_of(result: SearchResult) -> str:
-    """Format the interval of the knee."""
+    """Return the interval of the knee in words, with "?" for an end that is not known."""
     low, high = result.knee_low, result.knee_high
     return f"{'0' if low is None else plain(low)} to {'?' if high is None else plain(high)}"
 
@@ -98,7 +100,7 @@ def is_above(one: SearchResult, other: SearchResult) -> bool:
 
 
 def rate_of(result: SearchResult) -> str:
-    """Format the rate with the interval of its knee."""
+    """Return the best rate in words, with the interval of its knee."""
     interval = f"({knee_of(result)})"
     if result.best_rate is None:
         return f"no tested rate {interval}"
@@ -126,7 +128,7 @@ def _winner(ranked: Sequence[Standing]) -> str:
 
 
 def _disaggregation(split: Standing, colocated: Standing, said: Sequence[str]) -> str:
-    """Compare a split to colocation, without the figures where they were said before."""
+    """Compare the best split to the best colocated cluster, without the figures when a sentence in `said` has them."""
     sign, figures = _compared(split, colocated)
     outcome = f"Disaggregation {('neither wins nor loses', 'wins', 'loses')[sign]}"
     return f"{outcome}." if any(figures in sentence for sentence in said) else f"{outcome}: {figures}."
@@ -140,8 +142,7 @@ def _duel(one: Standing, other: Standing) -> str:
 
 
 def _compared(one: Standing, other: Standing) -> tuple[int, str]:
-    """Return 1 where the first is surely better, -1 where the other one is, else 0; and the figures, the better ones
-    first."""
+    """Return 1 when the first is surely better, -1 when the other is, else 0; and the figures, better ones first."""
     if is_above(one.result, other.result):
         return 1, _against(one, other)
     if is_above(other.result, one.result):
@@ -150,7 +151,7 @@ def _compared(one: Standing, other: Standing) -> tuple[int, str]:
 
 
 def _against(one: Standing, other: Standing) -> str:
-    """Return the figures of two, with their ratio, at the worst and at the best too, where they are known."""
+    """Return the figures of two, with their ratio, and its least and greatest value where those are known."""
     first, second = one.result, other.result
     sentence = f"{one.name} {rate_of(first)}, {other.name} {rate_of(second)}"
     if first.best_rate and second.best_rate:
@@ -182,8 +183,10 @@ def _listed(parts: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """Two contenders at one rate, over the requests that both have had. num_effective independent pairs would say as
-    much."""
+    """Two contenders at one rate, over the requests that both have had.
+
+    As differences cluster, the pairs say as much as num_effective independent ones.
+    """
 
     one: str
     other: str
@@ -195,7 +198,7 @@ class Paired:
 
     @property
     def difference(self) -> float:
-        """Return the difference of the shares of good requests."""
+        """Return the first contender's share of good requests minus the other's."""
         return (self.num_one_alone - self.num_other_alone) / self.num_total
 
     @property
@@ -206,11 +209,15 @@ class Paired:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields, the difference and its interval."""
         return {**asdict(self), "difference": self.difference, "interval": list(self.interval)}
 
 
 def pairs_of(everybody: Mapping[str, Kept]) -> list[Paired]:
-    """Pair every two contenders at every rate at which they have had the same probes, ascending by rate."""
+    """Return every two contenders at every rate at which they had the same probes, ascending by rate.
+
+    `everybody` has by name which requests of each probe were good.
+    """
     pairs = [
         _paired(one, other, rate, everybody)
         for one, other in combinations(everybody, 2)
@@ -220,7 +227,7 @@ def pairs_of(everybody: Mapping[str, Kept]) -> list[Paired]:
 
 
 def paired_sentences(pairs: Sequence[Paired]) -> Iterator[str]:
-    """Compare the best contender of each rate to each other one."""
+    """Yield for each rate a sentence that compares its best contender to each other one."""
     for rate in dict.fromkeys(pair.rate for pair in pairs):
         ahead: dict[str, dict[str, tuple[float, float, float]]] = {}  # of whom, by how much, at least and at most
         here = [pair for pair in pairs if pair.rate == rate]
@@ -264,8 +271,11 @@ def _paired(one: str, other: str, rate: float, everybody: Mapping[str, Kept]) ->
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A request that was lost, by which decision and which limit; seconds are None where they are not known. margin_s
-    was to be spared of the limit."""
+    """A lost request: the decision and the limit by which it was lost, with the expected and the actual seconds.
+
+    Seconds are None where they are not known. `margin_s` is the part of the limit that the coordinator wanted to keep
+    free.
+    """
 
     decision: str
     limit: str
@@ -300,6 +310,7 @@ class Causes:
     causes: tuple[Cause, ...]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields."""
         return asdict(self)
 
 
@@ -307,15 +318,14 @@ def loss_of(outcome: Outcome, limits: Limits) -> Loss:
     """Return the decision by which a request was lost that was not good. The first that holds:
 
     - It failed: FAILED.
-    - It was refused. By a node, as the time that it was there tells (prefill_queue_s): EXPECTED_LATE where its first
-      token was expected after its limit when the node was given it, else QUEUE. After it was deferred: DEFERRED. Else:
-      REFUSED. Of the latter two the figures are those of its limit on TPOT if it has one, and its first token was
-      expected so early that the margin was left; else those of its limit on TTFT. What it would have taken is not
-      known.
-    - It missed its limit on TTFT. Late ones: LATE. One that was deferred for longer than the margin, and would have
-      kept the limit without that: DEFERRED. One whose first token was expected after the limit: EXPECTED_LATE. Else
-      what exceeded its expectation most: QUEUE (expected_ttft_s less expected_prefill_s), PREFILL (expected_prefill_s),
-      or ON_ITS_WAY, the rest of the client's TTFT (0). Where nothing was expected that is what took most.
+    - It was refused. By a node, as its time in the node's queue shows (prefill_queue_s): EXPECTED_LATE if its first
+      token was expected after its limit when it was sent to the node, else QUEUE. After it was deferred: DEFERRED.
+      Else: REFUSED. The figures of the latter two are those of its limit on TPOT if it has one and its first token was
+      expected so early that the margin was left, else those of its limit on TTFT. The actual time is not known.
+    - It missed its limit on TTFT. One that was marked late: LATE. One that was deferred for longer than the margin, and
+      would have kept the limit without that: DEFERRED. One whose first token was expected after the limit:
+      EXPECTED_LATE. Else what exceeded its expectation most: QUEUE (expected_ttft_s less expected_prefill_s), PREFILL
+      (expected_prefill_s), or ON_ITS_WAY, the rest of the client's TTFT (0). Without expectations, what took most.
     - It missed its limit on TPOT: DECODE.
     - It missed its limit on E2EL: LENGTH.
     """
@@ -333,7 +343,7 @@ def loss_of(outcome: Outcome, limits: Limits) -> Loss:
 
 
 def causes_of(losses: Iterable[Loss]) -> tuple[Cause, ...]:
-    """Return how often each decision and limit lost a request, the most frequent first, equals as in DECISIONS."""
+    """Return how often each decision and limit lost a request, most frequent first, equals in DECISIONS' order."""
     groups: dict[tuple[str, str], list[Loss]] = {}
     for loss in losses:
         groups.setdefault((loss.decision, loss.limit), []).append(loss)
@@ -352,7 +362,10 @@ def causes_of(losses: Iterable[Loss]) -> tuple[Cause, ...]:
 
 
 def causes_between(loser: str, keeper: str, probes: Mapping[str, Probes]) -> Iterator[Causes]:
-    """Return the causes for each rate, ascending, at which both had the same probes."""
+    """Yield for each rate, ascending, at which both had the same probes why `loser` lost requests that `keeper` kept.
+
+    `probes` has by name each probe's outcomes with their limits.
+    """
     own, others = probes[loser], probes[keeper]
     shared = sorted(own.keys() & others.keys(), key=lambda probe: (probe.rate, probe.seed))
     for rate in dict.fromkeys(probe.rate for probe in shared):
@@ -405,12 +418,12 @@ def _tokens(decision: str, outcome: Outcome, limits: Limits) -> Loss:
 
 
 def _told(outcome: Outcome, name: str) -> float | None:
-    """Return what the server told; None for 0, which is not known."""
+    """Return a figure of the server's timeline; None when it has none, or 0, which stands for not known."""
     return (outcome.timeline or {}).get(name) or None
 
 
 def _margin_s(outcome: Outcome) -> float | None:
-    """Return the margin: 0 where nothing was to be spared, None where nothing was planned."""
+    """Return the margin of the limit on TTFT that the coordinator planned with; None where it planned nothing."""
     return (outcome.timeline or {}).get("ttft_margin_s") if _told(outcome, "expected_ttft_s") else None
 
 

@@ -1,7 +1,6 @@
-"""`splitserve doctor`."""
+"""Define the command `splitserve doctor`."""
 
 import dataclasses
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,14 +9,16 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from serving_core.errors import SettingsError
+from serving_core.process.cpus import allowed_cpus
 from serving_core.process.extras import needs
 from serving_core.settings import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineSettings
-from splitserve.commands.terminal import report, stdout
+from splitserve.commands.terminal import report
 from splitserve.launch.models import LocalModel
 from splitserve.signals import run_to_end
 from splitserve_bench.engine.command import COUNTS
 from splitserve_bench.models import writing_model
-from splitserve_bench.options import NewFile, Size
+from splitserve_bench.options import NewFile, Size, json_option, option
+from splitserve_bench.report import print_figures
 
 if TYPE_CHECKING:
     from splitserve_bench.doctor.environment import Environment
@@ -28,41 +29,38 @@ MOST_RUNNING: Final = 256
 
 @click.command()
 @click.argument("model", default="")
-@click.option("--cores", default=1, show_default=True, type=click.IntRange(1), help="Cores of one node.")
-@click.option(
+@option("--cores", default=1, type=click.IntRange(1), help="Cores of one node.")
+@option(
     "--running",
     default=8,
-    show_default=True,
     type=click.IntRange(1, MOST_RUNNING),
     help="Answers that run at the same time, for each of two nodes.",
 )
-@click.option("--prompt-tokens", default="64,256,512,1024,2048", show_default=True, type=COUNTS, help="Of prompts.")
-@click.option("--output-tokens", default="16,64,256,1024", show_default=True, type=COUNTS, help="Of answers.")
-@click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES), help="Compute dtype.")
-@click.option("--quantization", default="none", show_default=True, type=click.Choice(QUANTIZATIONS))
-@click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
+@option("--prompt-tokens", default="64,256,512,1024,2048", type=COUNTS, help="Of prompts.")
+@option("--output-tokens", default="16,64,256,1024", type=COUNTS, help="Of answers.")
+@option("--dtype", default="auto", type=click.Choice(DTYPES), help="Compute dtype.")
+@option("--quantization", default="none", type=click.Choice(QUANTIZATIONS))
+@option("--kv-cache-dtype", default="auto", type=click.Choice(KV_CACHE_DTYPES))
 @click.option(
     "--weights-memory-bytes", default=0, type=Size(), help="Of the weights, as of nodes: layers beyond are on disk."
 )
-@click.option("--weights-disk-path", default="", help="Folder on that disk, as of nodes.")
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="How often each is measured.")
-@click.option(
+@option("--weights-disk-path", default="", help="Folder on that disk, as of nodes.")
+@option("--repeats", default=3, type=click.IntRange(1), help="How often each is measured.")
+@option(
     "--save",
     "save_path",
     type=NewFile(),
     help="Measure more, and write to this file what `splitserve simulate --profile` needs.",
 )
-@click.option(
+@option(
     "--check-bits",
     is_flag=True,
     help="Instead, ask the same alone, in a crowd, in chunks, through moves, kills and more: exit code 1 unless all "
     "answers have the same bits.",
 )
-@click.option("--batch-invariant", is_flag=True, help="As of nodes.")
-@click.option(
-    "--tp", default=1, show_default=True, type=click.IntRange(1), help="Ranks of each node, with --check-bits."
-)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@option("--batch-invariant", is_flag=True, help="As of nodes.")
+@option("--tp", default=1, type=click.IntRange(1), help="Ranks of each node, with --check-bits.")
+@json_option
 @needs("node")
 def doctor(
     model: str,
@@ -70,30 +68,17 @@ def doctor(
     running: int,
     prompt_tokens: tuple[int, ...],
     output_tokens: tuple[int, ...],
-    dtype: str,
-    quantization: str,
-    kv_cache_dtype: str,
-    weights_memory_bytes: int,
-    weights_disk_path: str,
     repeats: int,
     save_path: Path | None,
     check_bits: bool,
-    batch_invariant: bool,
     tp: int,
     as_json: bool,
+    **flags: Any,
 ) -> None:
     """Show the environment and the command that serves MODEL here. Then measure what a node of MODEL does on cores of
     this machine: prompts, decode steps, KV transfers; and say from which prompt and output lengths on a prefill node
     and a decode node beat two mixed nodes. Or, with --check-bits, whether answers have the same bits whatever
     happened to them."""
-    flags: dict[str, Any] = {
-        "dtype": dtype,
-        "quantization": quantization,
-        "kv_cache_dtype": kv_cache_dtype,
-        "weights_memory_bytes": weights_memory_bytes,
-        "weights_disk_path": weights_disk_path,
-        "batch_invariant": batch_invariant,
-    }
     if check_bits and save_path is not None:
         raise SettingsError("--check-bits measures nothing that --save could write")
     if tp != 1 and not check_bits:
@@ -102,9 +87,9 @@ def doctor(
         _check_bits(writing_model(model, report), flags, cores, tp, as_json)
         return
     from splitserve_bench.doctor.environment import find_environment
-    from splitserve_bench.doctor.measure import DoctorBench, all_cpus
+    from splitserve_bench.doctor.measure import DoctorBench
 
-    environment = find_environment(model, all_cpus())
+    environment = find_environment(model, allowed_cpus())
     if not as_json:
         click.echo("\n".join([*environment.lines(), ""]))
     local = writing_model(model, report)
@@ -119,17 +104,18 @@ def _measure(
     save_path: Path | None,
     environment: "Environment | None",
 ) -> None:
-    """With an environment, which is not shown yet, everything is one JSON object."""
+    """Measure the model and print what was found; with `save_path` write a profile to it too.
+
+    With an environment, which was not printed then, everything is one JSON object.
+    """
     from splitserve_bench.doctor.measure import measure_doctor
     from splitserve_bench.doctor.report import doctor_view, pays_lines
 
     async def main() -> None:
         figures = await measure_doctor(model, settings, sizes, report)
-        if environment is not None:
-            told = {"environment": dataclasses.asdict(environment), **dataclasses.asdict(figures)}
-            click.echo(json.dumps({**told, "conclusions": pays_lines(figures)}))
-        else:
-            stdout.print(doctor_view(figures))
+        more = {} if environment is None else {"environment": dataclasses.asdict(environment)}
+        as_json = environment is not None
+        print_figures(figures, doctor_view, as_json=as_json, **more, conclusions=pays_lines(figures))
         if save_path is not None:
             from splitserve_bench.doctor.measure import measure_profile
 
@@ -141,19 +127,16 @@ def _measure(
 
 
 def _check_bits(model: LocalModel, flags: Mapping[str, Any], cores: int, tp_size: int, as_json: bool) -> None:
+    """Check the bits of outputs on clusters, print what was found, and exit with code 1 when bits differ."""
     from splitserve_bench.bits import BitsBench, BitsFigures, bits_view, check_bits, conclusion
-    from splitserve_bench.doctor.measure import all_cpus
 
     found: list[BitsFigures] = []
 
     async def main() -> None:
-        found.append(await check_bits(model, flags, BitsBench(cores=cores, tp_size=tp_size), all_cpus(), report))
+        found.append(await check_bits(model, flags, BitsBench(cores=cores, tp_size=tp_size), allowed_cpus(), report))
 
     run_to_end(main())
     [figures] = found
-    if as_json:
-        click.echo(json.dumps({**dataclasses.asdict(figures), "conclusion": conclusion(figures)}))
-    else:
-        stdout.print(bits_view(figures))
+    print_figures(figures, bits_view, as_json=as_json, conclusion=conclusion(figures))
     if figures.differs:
         sys.exit(1)

@@ -1,5 +1,4 @@
-"""What `splitserve doctor` finds before it measures anything: versions, processor, memory, devices and ports, and the
-command that serves a model here."""
+"""Find out what this machine has: versions, processor, memory, devices, free ports; and what would serve a model."""
 
 import importlib.metadata
 import os
@@ -32,21 +31,23 @@ PUBLIC_PORTS: Final = {"--grpc-port": ClusterSettings().grpc_port, "--http-port"
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The facts, by their names, and the command."""
+    """What was found, as text by what it is called, and the command line that would serve the model."""
 
     facts: Mapping[str, str]
     command: str
 
     def lines(self) -> list[str]:
-        """Return the facts about the machine and the command, a line each."""
+        """Return everything as lines of two columns."""
         rows = {**self.facts, "this would run": self.command}
         width = max(map(len, rows))
         return [f"{name:<{width}}  {value}" for name, value in rows.items()]
 
 
 def find_environment(model: str, cpus: Sequence[int], ports: Mapping[str, int] = PUBLIC_PORTS) -> Environment:
-    """Look at this machine, of which this process may use these CPUs, and at the ports of these flags. Nothing is
-    started, and no port kept."""
+    """Return what this machine has for a process with these CPUs, and whether the ports of these flags are free.
+
+    `model` is for the command line, and may be "". Nothing is started, and no port stays taken.
+    """
     taken = [flag for flag, number in ports.items() if not _is_free(flag, number)]
     facts = {
         "versions": ", ".join([f"Python {platform.python_version()}", *map(_version, PACKAGES)]),
@@ -63,8 +64,11 @@ def find_environment(model: str, cpus: Sequence[int], ports: Mapping[str, int] =
 
 
 def command_for(model: str, num_cores: int, taken: Collection[str]) -> str:
-    """The command that serves a model on so many cores, where the ports of these flags are taken. A single core is for
-    one mixed node; 0: how many there are is not known."""
+    """Return the command line that serves a model on `num_cores` cores, 0 when their number is not known.
+
+    A single core gets one mixed node, else there are a prefill and a decode node. Each flag of `taken`, whose usual
+    port is in use, gets a free port.
+    """
     words = ["splitserve", "up", *([model] if model else [])]
     words += ["--mixed", "1"] if num_cores == 1 else ["--prefill", "1", "--decode", "1"]
     for flag in taken:
@@ -88,7 +92,7 @@ def _version(package: str) -> str:
 
 
 def _features() -> str:
-    """The instruction sets that the kernels know, of those that the processor has."""
+    """Return the instruction sets of the processor for which there are kernels, in words."""
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
     flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
     return ", ".join(name for flag, name in FEATURES.items() if flag in flags) or f"{platform.machine()}, none known"

@@ -1,29 +1,27 @@
-"""What two nodes on this machine cost, and from which lengths on a prefill and a decode node beat two mixed nodes;
-and, for `splitserve simulate`, a profile of such nodes.
+"""Measure what nodes on this machine cost, to compare prefill and decode nodes with mixed ones, and to simulate.
 
 For what `splitserve doctor` shows:
 
 1. A prefill node computes prompts and a decode node does steps, at the same time, each in a process on its own cores as
-   under `splitserve up`: what they take from each other of the memory is in the figures.
+   under `splitserve up`: so the figures include how much they slow each other down by their use of memory.
 2. KV of prompts is transferred between two processes, as in `splitserve bench transfer`.
 3. One node on the cores of both does prompts and then steps, where there are cores for two.
-4. split_model.py says what follows.
+4. split_model.py works out what follows.
 
-For a profile:
+For the profile that `--save` writes:
 
 1. Steps by what is in them, on both nodes at the same time where there are cores for both: each beside a busy one from
-   its first step to its last; and how far equal ones spread.
-2. A few of them once more on each node alone: what share of that time they take while the other one rests. 3. A cluster
-is asked one request after the other: what a message, the API server, a transfer and a node's own work around a
-   step take is what remains of its timelines when the steps are taken away. Its nodes have the cores of those above:
-   it is a prefill and a decode node, or, where there are no cores for both, one mixed node, which has no transfers:
-   their latency is then 0.
+   its first step to its last; and how much equal steps vary.
+2. Some of them once more on each node alone: what share of that time they take while the other one is idle.
+3. Requests to a cluster, one after the other: what a message, the API server, a transfer and a node's own work around
+   a step take is what remains of the requests' timelines when the steps are taken away. Its nodes have the cores of
+   those above: it is a prefill and a decode node, or, where there are no cores for both, one mixed node, which has no
+   transfers: their latency is then 0.
 """
 
 import asyncio
 import dataclasses
 import json
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +33,7 @@ from serving_core.errors import SettingsError
 from serving_core.layout import KVLayout
 from serving_core.model_files.config import FAKE_ARCHITECTURE, read_model_config
 from serving_core.node.needs import model_layout, num_blocks_for
-from serving_core.process.cpus import divide_cpus
+from serving_core.process.cpus import allowed_cpus, divide_cpus
 from serving_core.settings import EngineSettings
 from serving_core.shapes import MIXED
 from serving_node.settings import NodeSettings
@@ -97,7 +95,7 @@ NODE_FLAGS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class DoctorBench:
-    """What is measured, and for which load and lengths the two ways are compared."""
+    """What is measured, and for which load and lengths prefill and decode nodes are compared with mixed ones."""
 
     cores: int  # of a node
     running: int  # answers for each of the two nodes
@@ -108,8 +106,11 @@ class DoctorBench:
 
 @dataclass(frozen=True, slots=True)
 class PaysBetween:
-    """The prompt lengths at which the split pays for one output length, None at both ends when at none; and from which
-    on it takes less time between tokens, however many requests it serves."""
+    """The prompt lengths between which a prefill and a decode node beat two mixed nodes, for one output length.
+
+    Both are None when there is no such length. `smoother_from_tokens` is the prompt length from which on the time
+    between tokens is less, whatever the request rate; None when there is none.
+    """
 
     output_tokens: int
     least_prompt_tokens: int | None
@@ -119,7 +120,7 @@ class PaysBetween:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Something of so many tokens, requests or bytes, and the seconds that it takes."""
+    """The seconds of a prompt of `amount` tokens, a step of `amount` requests, or a transfer of `amount` bytes."""
 
     amount: int
     seconds: float
@@ -127,7 +128,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class DoctorFigures:
-    """Everything that was found. The engine describes itself; amounts of transfers are bytes."""
+    """Everything that was measured and concluded. `engine` is the engine's description of itself."""
 
     model: str
     engine: Mapping[str, str]
@@ -148,10 +149,13 @@ class DoctorFigures:
 async def measure_doctor(
     model: LocalModel, settings: EngineSettings, sizes: DoctorBench, report: Report
 ) -> DoctorFigures:
-    """Measure nodes and transfers one after the other. Raises BenchError, ModelError, and SettingsError when the model
-    or the sizes cannot be used."""
+    """Measure nodes and transfers of the model one after the other, and return the figures with what follows from them.
+
+    `report` gets progress. Raises BenchError when a process fails, ModelError when the model cannot be loaded, and
+    SettingsError when the settings or sizes do not fit the model or the machine.
+    """
     layout, most_tokens = _check(model.folder, settings, sizes)
-    parts, at_once = node_cpus(all_cpus(), sizes.cores)
+    parts, at_once = node_cpus(allowed_cpus(), sizes.cores)
     prefill, decode = _tasks(model.folder, settings, sizes, parts)
     nodes = await measured({PREFILL_NODE: prefill, DECODE_NODE: decode}, report, at_once=at_once)
     whole = None
@@ -164,9 +168,12 @@ async def measure_doctor(
 
 
 async def measured(tasks: Mapping[str, StepTask], report: Report, *, at_once: bool) -> Sequence[StepFigures]:
-    """Measure the tasks of nodes, by their names, each in a process of its own: one after the other, or at once, each
-    beside busy ones until the last of them is measured. When one fails, the others are stopped. Raises BenchError, and
-    SettingsError for what a node cannot use."""
+    """Run each task in a process of its own, called by its name, and return their results in order.
+
+    With `at_once` they run at the same time, and each repeats its last step until all are done, so that each is
+    measured beside busy ones; else one after the other. When one fails, the others are stopped. Raises BenchError when
+    a process ends or is too slow, and SettingsError with what a node cannot use.
+    """
     turns = asyncio.Semaphore(len(tasks) if at_once else 1)
     together = asyncio.Barrier(len(tasks) if at_once else 1)
 
@@ -199,8 +206,12 @@ def conclude(
     token_bytes: int,
     most_tokens: int,
 ) -> DoctorFigures:
-    """Return what follows from the figures of a prefill and a decode node, of one node in their place where there are
-    cores for both at once, and from transfers, of a model that takes so many tokens."""
+    """Return the figures of measurements, with the comparison of prefill and decode nodes with mixed ones.
+
+    `nodes` are the steps of a prefill and of a decode node, `whole` those of one node on the cores of both (None: not
+    measured), `transfers` bytes and their seconds. `token_bytes` are the bytes of a token's KV, and the model takes
+    `most_tokens` tokens.
+    """
     of_prefill, of_decode = nodes
     costs = NodeCosts(
         *_fitted(sizes, nodes),
@@ -229,7 +240,7 @@ def conclude(
 
 
 def _first(figures: StepFigures) -> list[float]:
-    """Return the seconds of all rows with the fewest tokens before them."""
+    """Return the seconds of each row at the fewest tokens before it."""
     return [row[0] for row in figures.seconds]
 
 
@@ -245,14 +256,20 @@ def _pays(costs: NodeCosts, running: int, output_tokens: int, most_tokens: int) 
 
 
 def batches_of(running: int) -> tuple[int, ...]:
-    """Return the batches to measure: up to the running answers of two nodes, by powers of two, and these themselves."""
+    """Return the batch sizes to measure: powers of two up to 2 * `running`, with `running` and 2 * `running`.
+
+    `running` is the number of requests that run on each of two nodes.
+    """
     powers = [2**exponent for exponent in range((2 * running).bit_length()) if 2**exponent <= 2 * running]
     return tuple(sorted({*powers, running, 2 * running}))
 
 
 def node_cpus(cpus: Sequence[int], cores: int) -> tuple[tuple[str, str], bool]:
-    """Return the CPUs of two nodes, and whether they are different ones; the same ones where there are not enough for
-    both. Raises SettingsError when there are not enough for one. CPUs that are not known stay unpinned."""
+    """Return the CPUs of two nodes of `cores` cores, in the form of --cpus, and whether they are different CPUs.
+
+    Both have the same ones when there are not enough for two; both are "" when `cpus` is empty: not known. Raises
+    SettingsError when there are not enough for one.
+    """
     if not cpus:
         return ("", ""), False
     if cores > len(cpus):
@@ -264,13 +281,11 @@ def node_cpus(cpus: Sequence[int], cores: int) -> tuple[tuple[str, str], bool]:
     return (first, second), True
 
 
-def all_cpus() -> list[int]:
-    """Return the CPUs that this process may use; none where the system does not tell."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
 def _check(folder: Path, settings: EngineSettings, sizes: DoctorBench) -> tuple[KVLayout, int]:
-    """Return the layout of the KV, and how many tokens the model takes."""
+    """Return the model's KV layout and its most tokens.
+
+    Raises SettingsError when the sizes are too large for the model.
+    """
     config = read_model_config(folder)
     if config.architecture == FAKE_ARCHITECTURE:
         raise SettingsError("the fake model computes nothing that could be measured")
@@ -285,7 +300,7 @@ def _check(folder: Path, settings: EngineSettings, sizes: DoctorBench) -> tuple[
 def _tasks(
     folder: Path, settings: EngineSettings, sizes: DoctorBench, parts: tuple[str, str]
 ) -> tuple[StepTask, StepTask]:
-    """Of prompts and of decode steps."""
+    """Return the task of prompts and that of decode steps, on these CPUs."""
     fields = _fields(folder, settings)
     return (
         StepTask(fields, parts[0], PROMPTS, sizes.prompt_tokens, (0,), sizes.repeats),
@@ -310,8 +325,13 @@ async def _transfers(layout: KVLayout, report: Report) -> list[Measured]:
 async def measure_profile(
     model: LocalModel, settings: EngineSettings, sizes: DoctorBench, bytes_per_s: float, report: Report
 ) -> Profile:
-    """Measure a node; `bytes_per_s` is that of transfers. Raises BenchError, ModelError and SettingsError."""
-    cpus, (parts, at_once) = all_cpus(), node_cpus(all_cpus(), sizes.cores)
+    """Measure nodes of the model, and return their profile for a simulation.
+
+    `bytes_per_s` is the measured rate of transfers. `report` gets progress. Raises BenchError when a process or a
+    request fails, ModelError when the model cannot be loaded, and SettingsError when the settings do not fit the
+    machine.
+    """
+    cpus, (parts, at_once) = allowed_cpus(), node_cpus(allowed_cpus(), sizes.cores)
     node = node_sizes(model.folder, settings)
     tasks = _profile_tasks(model.folder, settings, sizes, parts, node.max_model_len)
     steps = await measure_steps(*tasks, report, at_once=at_once)
@@ -324,7 +344,7 @@ async def measure_profile(
 
 
 def given_flags(settings: EngineSettings) -> dict[str, Any]:
-    """Return the flags among NODE_FLAGS that differ from their defaults."""
+    """Return by name the flags among NODE_FLAGS whose values differ from the defaults."""
     usual = EngineSettings()
     return {name: value for name in NODE_FLAGS if (value := getattr(settings, name)) != getattr(usual, name)}
 
@@ -338,8 +358,12 @@ def profile_of(
     outcomes: Sequence[Outcome],
     short: Sequence[Outcome],
 ) -> Profile:
-    """From steps without overhead, and what became of requests that were alone in a cluster of one node, or of two, one
-    of which rested while the other one worked: some of one length, and more of them short, which tell of messages."""
+    """Return the profile of nodes with these steps, to which these requests were sent one after the other.
+
+    `steps` has no overhead yet. `outcomes` are of requests of one length, `short` of more, short ones, from which the
+    times of messages and of the API server follow. While they ran, the other node of the cluster was idle. Times below
+    0, which noise can make, become 0.
+    """
     num_prompt_tokens = outcomes[0].num_prompt_tokens
     answer_s = steps.answers.at(1, num_prompt_tokens + LONE_OUTPUT_TOKENS / 2) * steps.answers_alone_factor
     overhead_s = _median(outcomes, lambda each: (tpot_s(each) or 0.0) / steps.answers_spread.mean - answer_s)
@@ -357,15 +381,18 @@ def profile_of(
 
 
 def lone_cluster(cores: int, *, at_once: bool) -> tuple[ClusterContender, int]:
-    """Who is asked lone requests, and on how many CPUs: each node on as many as the steps were measured on. Two nodes,
-    or one where there are no cores for both at once."""
+    """Return the cluster that requests are sent to one at a time, and how many CPUs it needs in all.
+
+    It has a prefill and a decode node of `cores` cores each, or one mixed node when there are not cores for both
+    (`at_once`).
+    """
     if at_once:
         return ClusterContender("two nodes", SPLIT, 1, 1, 0), 2 * cores
     return colocated(1, cores), cores
 
 
 def node_sizes(folder: Path, settings: EngineSettings) -> NodeSizes:
-    """Return the sizes of a node with default flags."""
+    """Return the sizes of a node that has these settings, and all other flags by default."""
     config, nodes = read_model_config(folder), NodeSettings().resolved(MIXED, "cpu")
     layout = model_layout(settings, config)
     return NodeSizes(
@@ -385,7 +412,7 @@ def node_sizes(folder: Path, settings: EngineSettings) -> NodeSizes:
 def _profile_tasks(
     folder: Path, settings: EngineSettings, sizes: DoctorBench, parts: tuple[str, str], max_model_len: int
 ) -> tuple[StepTask, StepTask]:
-    """Of prompts and of answers, as far as the model's context reaches."""
+    """Return the task of prompts and that of decode steps, with contexts of at most half of the model's."""
     fields = _fields(folder, settings)
     room = max_model_len // 2
     chunks = tuple(each for each in CHUNKS if each <= room)
@@ -397,7 +424,11 @@ def _profile_tasks(
 
 
 async def measure_steps(prompts: StepTask, answers: StepTask, report: Report, *, at_once: bool) -> StepProfile:
-    """Measure the steps of both nodes, without overhead. Nodes on the same cores take turns and are no neighbours."""
+    """Run both tasks, and return the seconds of steps without overhead, with their spread.
+
+    With `at_once` the nodes are on different cores: they run beside each other, and some steps once more alone. Nodes
+    on the same cores take turns, and a step is taken to cost as much beside another node as alone.
+    """
     tasks = {PREFILL_NODE: prompts, DECODE_NODE: answers}
     of_prompts, of_answers = await measured(tasks, report, at_once=at_once)
     steps = StepProfile(
@@ -419,12 +450,15 @@ async def measure_steps(prompts: StepTask, answers: StepTask, report: Report, *,
 
 
 def few_of(task: StepTask) -> StepTask:
-    """Every second row of it, with the fewest tokens before them."""
+    """Return a smaller task: every second row, the last among them, with the fewest tokens before it, and no spread."""
     return dataclasses.replace(task, rows=task.rows[::-2][::-1], columns=task.columns[:1], num_spread=0)
 
 
 def control_of(outcomes: Sequence[Outcome]) -> ControlProfile:
-    """Return the medians of messages and of the way through the API server, and how far both spread around them."""
+    """Return the median seconds of messages and of the way through the API server, and how much both vary around them.
+
+    `outcomes` are of requests that were sent one after the other.
+    """
     messages_s = [_phase(each, "prefill_queue_s") / 2 for each in outcomes]
     api_servers_s = [max(0.0, _api_server_s(each)) for each in outcomes]
     message_s, api_server_s = statistics.median(messages_s), statistics.median(api_servers_s)
@@ -434,7 +468,7 @@ def control_of(outcomes: Sequence[Outcome]) -> ControlProfile:
 
 
 def spread_of(factors: Sequence[float]) -> Spread:
-    """Return the quantiles of these factors; of none, no spread."""
+    """Return the quantiles of these factors, SPREAD_PERCENTS; without factors, those of no variation."""
     if not factors:
         return NO_SPREAD
     percentiles = statistics.quantiles(factors, n=100, method="inclusive")
@@ -443,8 +477,10 @@ def spread_of(factors: Sequence[float]) -> Spread:
 
 
 def alone_factor(beside: Grid, task: StepTask, alone: StepFigures) -> float:
-    """What steps take alone, of what they take beside a busy node: median over those that were measured both ways. Not
-    above 1, as noise can make it."""
+    """Return the time of steps alone divided by that beside a busy node: the median over `task`, at most 1.
+
+    `beside` are seconds of steps beside a busy node, `alone` those of the steps of `task` alone.
+    """
     places = [(row, column) for row in range(len(task.rows)) for column in range(len(task.columns))]
     shares = [alone.seconds[row][column] / beside.at(task.rows[row], task.columns[column]) for row, column in places]
     return min(1.0, statistics.median(shares))
@@ -481,7 +517,7 @@ async def _lone_requests(
 
 
 def _median(outcomes: Sequence[Outcome], seconds_of: Callable[[Outcome], float]) -> float:
-    """Not below 0, as noise can make a difference."""
+    """Return the median of what `seconds_of` says of each outcome, or 0 when noise makes it less."""
     return max(0.0, statistics.median(map(seconds_of, outcomes)))
 
 

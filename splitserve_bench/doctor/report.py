@@ -1,5 +1,6 @@
-"""The figures of `splitserve doctor` as tables, and what they mean in words."""
+"""Show the figures of `splitserve doctor` as tables, and say in words what they mean."""
 
+from collections.abc import Callable
 from statistics import median
 from typing import Final
 
@@ -10,17 +11,17 @@ from rich.text import Text
 
 from serving_core.units import size_of
 from splitserve.commands.terminal import plain_table
-from splitserve_bench.doctor.measure import TRANSPORT, DoctorFigures, PaysBetween
+from splitserve_bench.doctor.measure import TRANSPORT, DoctorFigures, Measured, PaysBetween
 from splitserve_bench.doctor.split_model import MARGIN
+from splitserve_bench.report import engine_line, table_of
 
 STYLES: Final = {"split": "green", "even": "", "colocated": "yellow"}
 
 
 def doctor_view(figures: DoctorFigures) -> Group:
     """Return the whole report: all tables and lines, one below the other."""
-    described = ", ".join(f"{name} {value}" for name, value in figures.engine.items())
     parts: list[object] = [
-        Text(f"{figures.model}: {described}"),
+        Text(engine_line(figures.model, figures.engine)),
         Text(_nodes_line(figures)),
         "",
         "a prefill node, one prompt after the other:",
@@ -43,25 +44,30 @@ def doctor_view(figures: DoctorFigures) -> Group:
 
 
 def prefill_table(figures: DoctorFigures) -> Table:
-    """Return the table of measured prefill times beside those of the fitted costs."""
-    table = plain_table("", numbers=("prompt tokens", "ms", "tokens/s", "ms, fitted"))
-    for each in figures.prompts:
-        fitted_s = figures.costs.prefill.prefill_s(each.amount)
-        rate = each.amount / each.seconds
-        table.add_row("", str(each.amount), f"{each.seconds * 1e3:.1f}", f"{rate:.0f}", f"{fitted_s * 1e3:.1f}")
-    return table
+    """Return a table of measured prefill times beside those of the fitted costs."""
+    columns: dict[str, Callable[[Measured], str]] = {
+        "": lambda row: "",
+        "prompt tokens": lambda row: str(row.amount),
+        "ms": lambda row: f"{row.seconds * 1e3:.1f}",
+        "tokens/s": lambda row: f"{row.amount / row.seconds:.0f}",
+        "ms, fitted": lambda row: f"{figures.costs.prefill.prefill_s(row.amount) * 1e3:.1f}",
+    }
+    return table_of(figures.prompts, columns)
 
 
 def decode_table(figures: DoctorFigures) -> Table:
-    """Return the table of mean decode step times."""
-    table = plain_table("", numbers=("answers", "ms a step", "tokens/s"))
-    for each in figures.steps:
-        table.add_row("", str(each.amount), f"{each.seconds * 1e3:.2f}", f"{each.amount / each.seconds:.0f}")
-    return table
+    """Return a table of decode step times by the number of requests in the step."""
+    columns: dict[str, Callable[[Measured], str]] = {
+        "": lambda row: "",
+        "answers": lambda row: str(row.amount),
+        "ms a step": lambda row: f"{row.seconds * 1e3:.2f}",
+        "tokens/s": lambda row: f"{row.amount / row.seconds:.0f}",
+    }
+    return table_of(figures.steps, columns)
 
 
 def comparison_table(figures: DoctorFigures) -> Table:
-    """Return the table of which way serves more, split or colocated, for each mix of lengths, with the reason."""
+    """Return a table of the mixes of lengths: rates and times of split, colocated and one node, and which pays."""
     per_second = "requests/s, split", "colocated", "one node"
     between = "ms between tokens, split", "colocated", "one node"
     table = plain_table("", numbers=("prompt", "output", *per_second, *between, "balanced at"))
@@ -98,7 +104,7 @@ def assumption_lines(figures: DoctorFigures) -> list[str]:
 
 
 def pays_lines(figures: DoctorFigures) -> list[str]:
-    """Return lines that say from which lengths on the split pays."""
+    """Return sentences: from which lengths on a prefill and a decode node beat two mixed ones, and their balance."""
     lines = [f"With {2 * figures.running} running answers the split pays on this machine"]
     lines += [f"  {_range(each, figures.most_prompt_tokens)}" for each in figures.pays]
     balance = figures.balance
@@ -112,7 +118,7 @@ def pays_lines(figures: DoctorFigures) -> list[str]:
 
 
 def _whole_lines(figures: DoctorFigures) -> list[str]:
-    """What one node in place of the two would serve, and how it is started where that is more."""
+    """Return in words what one node on the cores of both would serve, with its command when that is more."""
     ratios = [each.whole_ratio for each in figures.comparisons if each.whole_ratio is not None]
     if not ratios:
         return []

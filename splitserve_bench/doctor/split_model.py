@@ -1,21 +1,21 @@
-"""When one prefill node and one decode node serve more, or smoother, than the same two mixed nodes.
+"""Work out when one prefill node and one decode node serve more, or smoother, than the same two as mixed nodes.
 
 Pure arithmetic over what one node of a machine costs. The assumptions:
 
-- Every request has a prompt of n tokens and an answer of m tokens, and the clients keep 2 B answers running: B on each
-  of two colocated nodes, or all 2 B on the one decode node. No prompt's beginning is cached.
+- Every request has a prompt of n tokens and an output of m tokens, and the clients keep 2 B requests running: B on each
+  of two mixed ("colocated") nodes, or all 2 B on the one decode node. No prompt's beginning is cached.
 - prefill_s(n) is a + b n + c n². step_s(b) is measured at some batches and contexts, straight in between and beyond;
-  the answers have n + m / 2 tokens each in their cache.
-- Colocated, a prompt is computed between the steps of the answers that run there and stalls each by prefill_s(n),
-  however it is cut into chunks. While one answer is written, B - 1 others begin beside it:
+  the requests have n + m / 2 tokens each in their cache.
+- Colocated, a prompt is computed between the steps of the requests that run there and stalls each by prefill_s(n),
+  however it is cut into chunks. While one output is generated, B - 1 others begin beside it:
       time between tokens = step_s(B) + (B - 1) prefill_s(n) / m
       requests per second = 2 / (prefill_s(n) + m step_s(B) / B)
-- Split, the prompt is computed elsewhere, and the transfer of its KV, latency + n bytes_per_token / bandwidth,
-  occupies both nodes; each answer waits for its own and is held up by those of the others:
+- Split, the prompt is computed on the other node, and the transfer of its KV, latency + n bytes_per_token / bandwidth,
+  occupies both nodes; each request waits for its own and is held up by those of the others:
       time between tokens = step_s(2 B) + 2 B transfer_s(n) / m
       requests per second = 1 / the longer of (prefill_s(n) + transfer_s(n), m step_s(2 B) / 2 B + transfer_s(n))
   So the two nodes are in balance when prefill_s(n) = m step_s(2 B) / 2 B; otherwise one of them is idle at times.
-- One node with the cores of both, colocated, has all 2 B answers and its own prefill_s and step_s:
+- One mixed node with the cores of both has all 2 B requests and its own prefill_s and step_s:
       time between tokens = step_s(2 B) + (2 B - 1) prefill_s(n) / m
       requests per second = 1 / (prefill_s(n) + m step_s(2 B) / 2 B)
 - The split pays when it serves as many requests, to a tenth, and is ahead by a tenth in requests or time between
@@ -41,14 +41,14 @@ Verdict = Literal["split", "even", "colocated"]
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Seconds of a prompt: base_s + token_s n + pair_s n²."""
+    """The seconds of a prompt of n tokens: base_s + token_s n + pair_s n²."""
 
     base_s: float
     token_s: float
     pair_s: float
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Return the prefill time in seconds of a prompt of this many tokens."""
+        """Return the prefill time in seconds of a prompt of `num_tokens` tokens."""
         return self.base_s + self.token_s * num_tokens + self.pair_s * num_tokens**2
 
 
@@ -62,7 +62,7 @@ class WholeCost:
 
 @dataclass(frozen=True, slots=True)
 class NodeCosts:
-    """What two nodes of one machine cost, and one in their place where that was measured."""
+    """What two nodes of one machine cost, and one node in their place, None where that was not measured."""
 
     prefill: PrefillCost
     decode: Grid
@@ -71,12 +71,12 @@ class NodeCosts:
     whole: WholeCost | None = None
 
     def transfer_s(self, prompt_tokens: int) -> float:
-        """Return the time in seconds of the KV transfer of a prompt of this many tokens."""
+        """Return the time in seconds of the KV transfer of a prompt of `prompt_tokens` tokens."""
         return self.kv_transfer.transfer_s(prompt_tokens * self.token_bytes)
 
 
 class Served(NamedTuple):
-    """What nodes serve of one mix of lengths, and the mean time between tokens."""
+    """The request rate that nodes serve of one mix of lengths, and the mean time between two tokens of an output."""
 
     requests_per_s: float
     tpot_s: float
@@ -84,7 +84,10 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Both ways to serve one mix of lengths. The time between tokens is the mean over an answer."""
+    """Split and colocated nodes under one mix of lengths: request rates, and mean times between tokens.
+
+    `why` says in words what decides the verdict.
+    """
 
     prompt_tokens: int
     output_tokens: int
@@ -99,23 +102,26 @@ class Comparison:
 
     @property
     def requests_ratio(self) -> float:
-        """Return the request rate of the split divided by that of colocation: above 1 the split serves more."""
+        """Return the request rate of split nodes divided by that of colocated ones: above 1 the split serves more."""
         return self.split_requests_per_s / self.colocated_requests_per_s
 
     @property
     def whole_ratio(self) -> float | None:
-        """Requests of one node with the cores of both, over those of the better way to have two."""
+        """Return the request rate of one node on all cores divided by the better one of two nodes.
+
+        None if one node was not measured.
+        """
         most = max(self.split_requests_per_s, self.colocated_requests_per_s)
         return None if self.whole is None else self.whole.requests_per_s / most
 
     @property
     def pace_ratio(self) -> float:
-        """Time between tokens of colocated over that of the split: more is better for the split."""
+        """Return the time between tokens of colocated nodes over that of split ones: above 1 the split is faster."""
         return self.colocated_tpot_s / self.split_tpot_s
 
 
 def compare(costs: NodeCosts, running: int, prompt_tokens: int, output_tokens: int) -> Comparison:
-    """Compare the split with colocation, with this many running requests for each of the two nodes."""
+    """Compare split with colocated nodes under requests of these lengths, `running` of them at a time for each node."""
     prefill_s, transfer_s = costs.prefill.prefill_s(prompt_tokens), costs.transfer_s(prompt_tokens)
     context_tokens = prompt_tokens + output_tokens / 2
     step_s = costs.decode.at(running, context_tokens)
@@ -142,8 +148,11 @@ def _whole(costs: WholeCost, running: int, prompt_tokens: int, output_tokens: in
 
 
 def pays_between(costs: NodeCosts, running: int, output_tokens: int, most_prompt_tokens: int) -> tuple[int, int] | None:
-    """The least and the greatest prompt length, to a twentieth, at which the split pays for answers of this length;
-    in between it is even at least. The widest such range, or None."""
+    """Return the least and the greatest prompt length at which the split pays for such outputs, or None.
+
+    Lengths up to `most_prompt_tokens` are tried, each a twentieth above the last. In between the split is never behind;
+    of several such ranges the widest is returned. `running` requests run at a time for each node.
+    """
     verdicts = [(each, compare(costs, running, each, output_tokens).verdict) for each in _lengths(most_prompt_tokens)]
     found = []
     for is_behind, run in itertools.groupby(verdicts, key=lambda verdict: verdict[1] == "colocated"):
@@ -154,8 +163,11 @@ def pays_between(costs: NodeCosts, running: int, output_tokens: int, most_prompt
 
 
 def smoother_from(costs: NodeCosts, running: int, output_tokens: int, most_prompt_tokens: int) -> int | None:
-    """The least prompt length, to a twentieth, from which on the split takes less time between tokens, by a tenth,
-    however many requests it serves."""
+    """Return the least prompt length from which on the split takes a tenth less time between tokens, or None.
+
+    How many requests it serves does not matter. Lengths up to `most_prompt_tokens` are tried, each a twentieth above
+    the last.
+    """
     found = None
     for each in reversed(_lengths(most_prompt_tokens)):
         if compare(costs, running, each, output_tokens).pace_ratio < MARGIN:
@@ -165,15 +177,19 @@ def smoother_from(costs: NodeCosts, running: int, output_tokens: int, most_promp
 
 
 def prompt_tokens_per_output_token(costs: NodeCosts, running: int, prompt_tokens: int) -> float:
-    """How many tokens of a prompt of that length take as long as one output token of a step with all answers of both
-    nodes: at such a mix the two nodes are in balance."""
+    """Return how many tokens of such a prompt take as long as an output token of a step of 2 * `running` requests.
+
+    At such a ratio of prompt to output tokens the prefill and the decode node are in balance.
+    """
     step_s = costs.decode.at(2 * running, costs.decode.columns[0])
     return step_s / (2 * running) * prompt_tokens / costs.prefill.prefill_s(prompt_tokens)
 
 
 def fit_prefill(points: Sequence[tuple[int, float]]) -> PrefillCost:
-    """The costs, none below zero, that come closest to these prompt lengths and seconds, relative to the seconds.
-    There is one point at least."""
+    """Return the prefill cost closest to these pairs of prompt tokens and seconds, by least relative squares.
+
+    No part of it is below 0. At least one pair is needed.
+    """
     lengths, seconds = np.array(points, dtype=float).T
     candidates = []
     for count in (1, 2, 3):
@@ -188,21 +204,23 @@ def fit_prefill(points: Sequence[tuple[int, float]]) -> PrefillCost:
 
 
 def fit_transfers(points: Sequence[tuple[int, float]]) -> TransferProfile:
-    """From bytes and seconds of two transfers at least: the bandwidth between the smallest and the largest, and what
-    the smallest takes beyond that."""
+    """Return latency and bandwidth of transfers from pairs of bytes and seconds, of which at least two are needed.
+
+    The bandwidth is that between the smallest and the largest; the latency is what the smallest takes beyond that.
+    """
     (few_bytes, few_s), (many_bytes, many_s) = min(points), max(points)
     byte_s = max((many_s - few_s) / (many_bytes - few_bytes), 0.0) or many_s / many_bytes
     return TransferProfile(max(0.0, few_s - few_bytes * byte_s), 1 / byte_s)
 
 
 def _lengths(most: int) -> list[int]:
-    """Prompt lengths to try, ascending."""
+    """Return the prompt lengths to try up to `most`, ascending, each about a twentieth above the last."""
     num_steps = math.ceil(math.log(most) / math.log(GRID))
     return sorted({min(most, round(GRID**step)) for step in range(num_steps + 1)})
 
 
 def _judge(requests: float, pace: float, prefill_node_s: float, decode_node_s: float) -> tuple[Verdict, str]:
-    """From the ratios of Comparison and the seconds that a request takes of each node."""
+    """Return verdict and reason from requests_ratio, pace_ratio, and the seconds that a request takes of each node."""
     fewer = "the prefill node is the bottleneck" if prefill_node_s > decode_node_s else "the prefill node idles"
     if requests < 1 / MARGIN:
         return "colocated", fewer

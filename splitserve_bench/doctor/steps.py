@@ -1,9 +1,9 @@
-"""Steps of one node by what is in them, as `splitserve doctor` measures them: an engine in a process of its own.
+"""Measure steps of one node by what is in them, with an engine in a process of its own.
 
-`python -m splitserve_bench.doctor.steps TASK` takes a JSON object with the fields of StepTask, and is a worker of
+`python -m splitserve_bench.doctor.steps TASK` reads a JSON object with the fields of StepTask, and is a worker of
 splitserve_bench/crew.py with two jobs: MEASURE, and GO_ON, which repeats the last step until the process is killed, so
 that another node is measured beside a busy one. Of repeats the fastest counts, which others on the machine disturb
-least; how far equal steps spread is measured at one place of the grid.
+least; how much equal steps vary is measured at one place of the grid.
 """
 
 import dataclasses
@@ -30,9 +30,12 @@ Seconds = dict[tuple[int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class StepTask:
-    """What to measure, all of it ascending: steps of `rows` answers, or prompts in which `rows` tokens follow, with
-    `columns` tokens before them; and how far `num_spread` steps spread that have the row in the middle and the fewest
-    tokens before them."""
+    """The steps to measure: each number of `rows` with each number of `columns`; both ascend.
+
+    For ANSWERS a row is a number of requests that decode, for PROMPTS a number of tokens of one prompt; the column is
+    the number of tokens before them. The spread is measured with `num_spread` equal steps of the middle row and the
+    first column.
+    """
 
     settings: dict[str, Any]  # of EngineSettings, but for the size of the pool
     cpus: str  # in the form of --cpus
@@ -43,15 +46,14 @@ class StepTask:
     num_spread: int = 0
 
     def num_equal(self, row: int, column: int) -> int:
-        """Return how many equal steps are to be measured at a place beyond the repeats: none but where they spread."""
+        """Return how many equal steps are to be measured at a place to find their spread: 0 at all places but one."""
         is_middle = (row, column) == (self.rows[(len(self.rows) - 1) // 2], self.columns[0])
         return self.num_spread if is_middle else 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """seconds[row][column]; what each of the equal steps took whose spread was asked for, as a multiple of that; and
-    how the engine describes itself."""
+    """seconds[row][column] of steps, equal steps' times as multiples of the usual one, and the engine's description."""
 
     seconds: tuple[tuple[float, ...], ...]
     factors: tuple[float, ...] = ()
@@ -59,8 +61,10 @@ class StepFigures:
 
 
 def measure(task: StepTask) -> tuple[StepFigures, Step]:
-    """Measure in this process, whose cores are settled; also return what takes a step like the last ones. Raises
-    ModelError or SettingsError."""
+    """Run the task in this process, whose CPUs are set; return the figures, and a function that repeats the last step.
+
+    Raises ModelError when the model cannot be loaded, and SettingsError when the settings do not fit it.
+    """
     from engine.build import build_engine  # torch, whose threads are as many as there are cores when it is imported
     from serving_core.model_files.config import read_model_config
     from splitserve_bench.engine.driver import NUM_STEPS
@@ -109,7 +113,7 @@ def _answers_s(run: Any, batch: int, repeats: int) -> list[list[float]]:
 
 
 def _prompts(engine: Any, task: StepTask) -> tuple[Seconds, list[float], Step]:
-    """Every prompt ends with the tokens that are measured: it samples, too."""
+    """Measure chunks of a prompt. Each is the end of its prompt, so that its step samples a token too."""
     from splitserve_bench.engine.driver import DecodeRun
     from splitserve_bench.engine.sizes import STEP_TOKENS
 
@@ -145,15 +149,20 @@ def _samples_s(step: Step, num_samples: int) -> list[float]:
 
 
 def usual_fastest(samples_s: Sequence[float], repeats: int) -> float:
-    """Return the fastest of so many repeats, as it usually is: the median over all such groups of samples. More samples
-    make no place of a grid faster than the others, which have one group."""
+    """Return the fastest of `repeats` samples as it usually is: the median over all groups of so many samples.
+
+    So a place of the grid with more samples looks no faster than the others, which have one group.
+    """
     groups = [samples_s[first : first + repeats] for first in range(0, len(samples_s) - repeats + 1, repeats)]
     return median(map(min, groups))
 
 
-def prepare(asked: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Settle this process's cores. Raises SplitServeError for a task that cannot be done."""
-    fields = json.loads(asked)
+def prepare(setup: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Read the task, pin this process to its CPUs, and return the function that does a job.
+
+    Raises SettingsError for CPUs that do not exist.
+    """
+    fields = json.loads(setup)
     task = StepTask(**{**fields, **{name: tuple(fields[name]) for name in ("rows", "columns")}})
     pin(task.cpus)
     last: Step | None = None

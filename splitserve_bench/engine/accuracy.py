@@ -1,7 +1,7 @@
-"""The accuracy of quantized weights and an 8-bit KV cache: the same text as a model with and without them sees it.
+"""Measure the accuracy of quantized weights and of an 8-bit KV cache against the same model without them.
 
-Each engine is given texts token by token, behind contexts of one length, and its logprob of the next token is taken;
-and it continues the contexts by itself. Text is Python's own help.
+Both engines read the same texts token by token, behind contexts of one length, and each one's log-probability of the
+text's next token is compared; then each continues the contexts by itself. The texts are Python's own help.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from serving_core.units import size_of
 from splitserve.launch.models import Report
 from splitserve_bench.engine.driver import load_engine, threads
 from splitserve_bench.engine.sizes import STEP_TOKENS
-from splitserve_bench.report import table_of
+from splitserve_bench.report import engine_line, table_of
 
 NUM_TEXTS: Final = 8
 NEXT_TOKENS: Final = 64
@@ -34,8 +34,10 @@ CERTAIN_BIAS: Final = 1e9  # makes a token the likeliest; logprobs are those bef
 
 @dataclass(frozen=True, slots=True)
 class ContextAccuracy:
-    """One context length against the reference, over num_tokens tokens. Errors are of the logprobs of the text's
-    tokens."""
+    """One context length compared with the reference, over `num_tokens` tokens of text.
+
+    The errors are differences of the two log-probabilities of the text's tokens (natural logarithm).
+    """
 
     context_tokens: int
     num_tokens: int
@@ -49,7 +51,7 @@ class ContextAccuracy:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyFigures:
-    """One engine against the reference: the same model without quantization, its KV cache in the compute dtype."""
+    """The quantized engine against the reference: the same model without quantization, its KV in the compute dtype."""
 
     model: str
     engine: dict[str, str]
@@ -62,7 +64,7 @@ class AccuracyFigures:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The texts as one engine sees them, in order."""
+    """One engine's results over all texts, in their order."""
 
     logprobs: list[float]
     likeliest: list[int]
@@ -72,10 +74,11 @@ class _Seen:
 def measure_accuracy(
     folder: Path, settings: EngineSettings, contexts: Sequence[int], num_threads: int, report: Report
 ) -> AccuracyFigures:
-    """Load the reference, then the engine of these settings, and compare them at each context.
+    """Load the model without quantization, then with these settings, and compare the two at each context length.
 
-    Raises SettingsError when the text is too short or the model cannot be quantized, ModelError when it cannot be
-    loaded.
+    `folder` holds the model, `contexts` are lengths in tokens, `num_threads` is 0 for torch's own number, and `report`
+    gets progress. Raises SettingsError when the texts are too short for a context or the model cannot be quantized, and
+    ModelError when it cannot be loaded.
     """
     texts = {context: texts_of(folder, context + NEXT_TOKENS) for context in contexts}
     plain = dataclasses.replace(settings, quantization="none", kv_cache_dtype="auto")
@@ -93,8 +96,7 @@ def measure_accuracy(
 
 
 def accuracy_view(figures: AccuracyFigures) -> RenderableType:
-    """Return the table of all contexts, and what the quantization saves."""
-    described = ", ".join(f"{name} {value}" for name, value in figures.engine.items())
+    """Return a table with a row for each context, and a line with the bytes that the quantization saves."""
     table = table_of(
         figures.contexts,
         {
@@ -112,11 +114,14 @@ def accuracy_view(figures: AccuracyFigures) -> RenderableType:
         f"weights {size_of(figures.weight_bytes)}, of the reference {size_of(figures.reference_weight_bytes)}; KV of a "
         f"token {size_of(figures.kv_bytes_per_token)}, of the reference {size_of(figures.reference_kv_bytes_per_token)}"
     )
-    return Group(escape(f"{figures.model}: {described}"), table, saved)
+    return Group(escape(engine_line(figures.model, figures.engine)), table, saved)
 
 
 def texts_of(folder: Path, num_tokens: int) -> list[list[int]]:
-    """Return the token ids of texts that do not overlap. Raises SettingsError where there is too little text."""
+    """Return NUM_TEXTS texts that do not overlap, each as the first `num_tokens` token ids of the folder's tokenizer.
+
+    Raises SettingsError when there is too little text for so many tokens.
+    """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     text = "\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
     stride = len(text) // NUM_TEXTS
@@ -143,7 +148,10 @@ def _see(engine: Engine, texts: Sequence[Sequence[int]]) -> _Seen:
 
 
 def _steps(engine: Engine, texts: Sequence[Sequence[int]], *, is_given: bool) -> Iterator[list[SampledToken]]:
-    """Yield behind the contexts the next token of each text: the text's own when it is given, else the likeliest."""
+    """Yield for each place behind the contexts the next token of every text.
+
+    It is the text's own when `is_given`, else the likeliest.
+    """
     start, blocks = len(texts[0]) - NEXT_TOKENS, engine.layout.num_blocks_for(len(texts[0]))
     requests = [Request(str(i), 0, list(text[:start]), start, _greedy()) for i, text in enumerate(texts)]
     owned = [range(i * blocks, (i + 1) * blocks) for i in range(len(texts))]

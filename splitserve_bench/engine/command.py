@@ -1,4 +1,4 @@
-"""`splitserve bench engine`."""
+"""Define the command `splitserve bench engine`."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ from splitserve.launch.preflight import process_age_s
 from splitserve_bench.engine.peers import our_result, ratios, read_peers, result_json
 from splitserve_bench.engine.sizes import STEP_TOKENS, EngineBench, PromptSize
 from splitserve_bench.models import SHAPES, model_folder
-from splitserve_bench.options import ListOf, json_option
+from splitserve_bench.options import ListOf, json_option, option
 from splitserve_bench.report import print_figures
 
 PROMPT_SIZE: Final = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,8})", re.ASCII)
@@ -26,14 +26,14 @@ ITSELF: Final = "MODEL"  # as its own draft model
 
 
 def parse_count(text: str) -> int:
-    """Return a whole number of at least 1. Raises ValueError."""
+    """Return the whole number of at least 1 that a text means. Raises ValueError for any other text."""
     if COUNT.fullmatch(text) is None:
         raise ValueError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def parse_prompts(text: str) -> PromptSize:
-    """Return the prompts that COUNTxLENGTH means, such as 8x512 for 8 of 512 tokens.
+    """Return what COUNTxLENGTH means, such as 8x512 for 8 prompts of 512 tokens.
 
     Raises ValueError for any other text, for zeros, and for numbers with too many digits.
     """
@@ -49,41 +49,39 @@ PROMPTS: Final = ListOf("COUNTxLENGTH,...", parse_prompts)
 
 @click.command("engine")
 @click.argument("model", default="")
-@click.option(
+@option(
     "--measure",
     default=SPEED,
-    show_default=True,
     type=click.Choice((SPEED, ACCURACY, SPECULATION)),
     help="Rates and times; or, of a MODEL, the accuracy of quantized weights and KV, or speculation.",
 )
-@click.option("--shape", type=click.Choice(tuple(SHAPES)), help="Random weights of this model's sizes, not a MODEL.")
+@option("--shape", type=click.Choice(tuple(SHAPES)), help="Random weights of this model's sizes, not a MODEL.")
 @click.option("--layers", default=0, type=click.IntRange(0), help="Only so many layers of the --shape.")
 @click.option("--threads", default=0, type=click.IntRange(0), help="Threads; by default what torch takes.")
-@click.option("--model-impl", default="auto", show_default=True, type=click.Choice(MODEL_IMPLS), help="As of nodes.")
-@click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES), help="Compute dtype.")
-@click.option("--quantization", default="none", show_default=True, type=click.Choice(QUANTIZATIONS))
-@click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
-@click.option("--block-size", default=EngineSettings().block_size, show_default=True, type=click.IntRange(1, 1024))
-@click.option("--enforce-eager", is_flag=True, help="As of nodes: no CUDA graphs.")
-@click.option("--batch-invariant", is_flag=True, help="As of nodes.")
+@option("--model-impl", default="auto", type=click.Choice(MODEL_IMPLS), help="As of nodes.")
+@option("--dtype", default="auto", type=click.Choice(DTYPES), help="Compute dtype.")
+@option("--quantization", default="none", type=click.Choice(QUANTIZATIONS))
+@option("--kv-cache-dtype", default="auto", type=click.Choice(KV_CACHE_DTYPES))
+@option("--block-size", default=EngineSettings().block_size, type=click.IntRange(1, 1024))
+@option("--enforce-eager", is_flag=True, help="As of nodes: no CUDA graphs.")
+@option("--batch-invariant", is_flag=True, help="As of nodes.")
 @click.option("--weights-memory-bytes", default="0", type=SizeRange(0), help="As of nodes: the rest is elsewhere.")
-@click.option("--weights-disk-path", default="", help="Folder on that disk; empty takes the one for temporary files.")
-@click.option("--prompts", default="1x512,8x512,16x128", show_default=True, type=PROMPTS, help="Prompts to prefill.")
-@click.option(
+@option("--weights-disk-path", default="", help="Folder on that disk; empty takes the one for temporary files.")
+@option("--prompts", default="1x512,8x512,16x128", type=PROMPTS, help="Prompts to prefill.")
+@option(
     "--max-num-batched-tokens",
     "step_tokens",
     default=STEP_TOKENS,
-    show_default=True,
     type=click.IntRange(1),
     help="Tokens of prompts in a step.",
 )
-@click.option("--batches", default="1,4,8,16,32", show_default=True, type=COUNTS, help="Requests in a decode step.")
-@click.option("--contexts", default="128,512", show_default=True, type=COUNTS, help="Tokens before a decode step.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="How often each is measured.")
-@click.option("--num-speculative-tokens", default=8, show_default=True, type=click.IntRange(1, 32), help="As of nodes.")
-@click.option("--speculative-model", default="", help="A draft model, instead of lookup; MODEL: the model itself.")
-@click.option("--speculative-quantization", default="none", show_default=True, type=click.Choice(QUANTIZATIONS))
-@click.option(
+@option("--batches", default="1,4,8,16,32", type=COUNTS, help="Requests in a decode step.")
+@option("--contexts", default="128,512", type=COUNTS, help="Tokens before a decode step.")
+@option("--repeats", default=5, type=click.IntRange(1), help="How often each is measured.")
+@option("--num-speculative-tokens", default=8, type=click.IntRange(1, 32), help="As of nodes.")
+@option("--speculative-model", default="", help="A draft model, instead of lookup; MODEL: the model itself.")
+@option("--speculative-quantization", default="none", type=click.Choice(QUANTIZATIONS))
+@option(
     "--peer-json",
     "peer_files",
     multiple=True,
@@ -156,7 +154,7 @@ def engine_command(
 
 
 def _draft(folder: Path, model: str, quantization: str) -> EngineSettings | None:
-    """Return how to load the draft model; None where there is none."""
+    """Return the settings to load the draft model with, or None when no draft model is named."""
     if not model:
         return None
     draft = folder if model == ITSELF else resolve(model, report).folder

@@ -1,4 +1,4 @@
-"""Load an engine and run real steps of it: prompts in chunks, and greedy decode steps over contexts of one length."""
+"""Load an engine and run steps of it: prompts in chunks, and greedy decode steps over contexts of one length."""
 
 import dataclasses
 import statistics
@@ -25,7 +25,11 @@ GREEDY: Final = SamplingParams(max_tokens=2**30, temperature=0, ignore_eos=True)
 
 
 def load_engine(folder: Path, settings: EngineSettings, num_kv_blocks: int = 0) -> Engine:
-    """Load the model of a folder with these settings. Raises ModelError, or SettingsError for the fake model."""
+    """Load the model of a folder with these settings, and return its engine.
+
+    The pool has `num_kv_blocks` blocks; 0 takes the size that the settings give. Raises ModelError when the model
+    cannot be loaded, and SettingsError for the fake model, which computes nothing.
+    """
     if read_model_config(folder, settings.model_impl).architecture == FAKE_ARCHITECTURE:
         raise SettingsError("the fake model computes nothing that could be measured")
     return build_engine(dataclasses.replace(settings, model=str(folder), num_kv_blocks=num_kv_blocks))
@@ -33,7 +37,7 @@ def load_engine(folder: Path, settings: EngineSettings, num_kv_blocks: int = 0) 
 
 @contextmanager
 def threads(num_threads: int) -> Iterator[None]:
-    """Have torch compute with as many threads; 0 leaves its own number."""
+    """Return a context manager inside which torch computes with `num_threads` threads; 0 leaves torch's own number."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads or before)
     try:
@@ -43,19 +47,19 @@ def threads(num_threads: int) -> Iterator[None]:
 
 
 def num_blocks_for(sizes: EngineBench, layout: KVLayout) -> int:
-    """Return the blocks of a pool that holds all prompts, or all contexts, of one measurement at a time."""
+    """Return how many KV blocks of this layout hold all prompts, or all contexts, of the largest single measurement."""
     of_prompts = [each.count * layout.num_blocks_for(each.num_tokens) for each in sizes.prompts]
     longest = layout.num_blocks_for(max(sizes.contexts) + NUM_STEPS)
     return max(*of_prompts, max(sizes.batches) * longest)
 
 
 def most_tokens(sizes: EngineBench) -> int:
-    """Return the tokens of the longest request."""
+    """Return the number of tokens of the longest request, with the tokens that it generates."""
     return max(max(sizes.contexts) + NUM_STEPS, *(each.num_tokens for each in sizes.prompts))
 
 
 class Chunk(NamedTuple):
-    """Tokens of one prompt that a step computes."""
+    """Consecutive tokens of prompt number `prompt` that one step computes, from token `start` on."""
 
     prompt: int
     start: int
@@ -63,7 +67,7 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(size: PromptSize, step_tokens: int) -> list[list[Chunk]]:
-    """Return the steps that compute all prompts in their order, each as full as can be."""
+    """Return the steps that compute all prompts in order, each a list of chunks of `step_tokens` tokens together."""
     steps: list[list[Chunk]] = []
     left = 0
     for prompt in range(size.count):
@@ -79,7 +83,7 @@ def chunks_of(size: PromptSize, step_tokens: int) -> list[list[Chunk]]:
 
 
 class PromptRun:
-    """Prompts of one length, each in its own blocks."""
+    """Prompts of one length, each with KV blocks of its own, to be computed as often as wanted."""
 
     def __init__(self, engine: Engine, size: PromptSize, step_tokens: int = STEP_TOKENS) -> None:
         prompts = Prompts(engine.config.vocab_size, size.num_tokens)
@@ -90,7 +94,7 @@ class PromptRun:
         self._blocks = [range(index * num_blocks, (index + 1) * num_blocks) for index in range(size.count)]
 
     def run_s(self) -> float:
-        """Compute all prompts and the first token of each, and return the seconds."""
+        """Compute all prompts and the first token of each, and return how many seconds that took."""
         start_s = time.perf_counter()
         for chunks in self._steps:
             self._engine.step(
@@ -103,7 +107,7 @@ class PromptRun:
 
 
 class DecodeRun:
-    """Requests whose contexts grow from one length to the next, and batches of which decode some steps from there."""
+    """Requests whose contexts grow from one length to the next, with decode steps of any number of them at each."""
 
     def __init__(
         self, engine: Engine, num_requests: int, most_context_tokens: int, step_tokens: int = STEP_TOKENS
@@ -119,14 +123,14 @@ class DecodeRun:
         self._step_tokens = step_tokens
 
     def extend(self, context_tokens: int) -> None:
-        """Compute all contexts up to this length. To be called with ascending lengths."""
+        """Compute the contexts of all requests up to this length, which must not be below that of the call before."""
         for request, prompt, blocks in zip(self.requests, self._prompts, self._blocks, strict=True):
             request.token_ids[:] = prompt[: context_tokens + 1]
             self._compute(request, blocks, self._whole_blocks(self._context_tokens), context_tokens)
         self._context_tokens = context_tokens
 
     def rewind(self, batch: int) -> None:
-        """Take the first `batch` requests back to the context."""
+        """Take the first `batch` requests back to the end of their contexts, so that steps can be repeated."""
         start = self._whole_blocks(self._context_tokens)
         for request, blocks in zip(self.requests[:batch], self._blocks[:batch], strict=True):
             del request.token_ids[self._context_tokens + 1 :]
@@ -134,15 +138,18 @@ class DecodeRun:
             self._compute(request, blocks, start, self._context_tokens)
 
     def work(self, index: int, start: int, num_tokens: int) -> Work:
-        """Return the part of a step that computes these tokens of one of the requests."""
+        """Return the part of a step that computes `num_tokens` tokens of request `index`, from token `start` on."""
         return Work(self.requests[index], start, num_tokens, self._blocks[index])
 
     def run_s(self, batch: int, num_steps: int = NUM_STEPS) -> float:
-        """Return the mean seconds of the steps that follow a rewind of the first `batch` requests."""
+        """Run decode steps of the first `batch` requests, and return the mean seconds of a step.
+
+        `rewind` must come before.
+        """
         return statistics.fmean(self.steps_s(batch, num_steps))
 
     def steps_s(self, batch: int, num_steps: int = NUM_STEPS) -> list[float]:
-        """Return the seconds of each of the steps that follow a rewind of the first `batch` requests."""
+        """Run decode steps of the first `batch` requests, and return the seconds of each. `rewind` must come before."""
         return [self._step_s(batch, self._context_tokens + step) for step in range(num_steps)]
 
     def _step_s(self, batch: int, position: int) -> float:

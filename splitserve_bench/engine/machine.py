@@ -1,4 +1,7 @@
-"""The rates that this machine reaches with plain products and plain memory, by which an engine's are divided."""
+"""Measure the rates that torch reaches on this machine in plain matrix products and memory reads.
+
+The rates of an engine are shown as shares of them.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +27,7 @@ FLOAT_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class MachineFigures:
-    """The best rates that torch reaches here with this number of threads."""
+    """The best rates that torch reaches on this machine with `num_threads` threads."""
 
     num_threads: int
     gemm_dtype: str
@@ -33,13 +36,13 @@ class MachineFigures:
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> MachineFigures:
-    """Return the best of several products in dtype and of several ways to read memory, with torch's threads."""
+    """Return the device's best rate of several matrix products in this dtype, and of several ways to read memory."""
     name = str(dtype).removeprefix("torch.")
     return MachineFigures(torch.get_num_threads(), name, max(_gemms(device, dtype)), max(_reads(device)))
 
 
 def better_of(one: MachineFigures, other: MachineFigures) -> MachineFigures:
-    """Return the better rates of two measurements of the same kind."""
+    """Return the higher of the rates of two measurements of the same dtype and number of threads."""
     return replace(
         one,
         gemm_flops_per_s=max(one.gemm_flops_per_s, other.gemm_flops_per_s),
@@ -49,7 +52,7 @@ def better_of(one: MachineFigures, other: MachineFigures) -> MachineFigures:
 
 @torch.inference_mode()
 def _gemms(device: torch.device, dtype: torch.dtype) -> Iterator[float]:
-    """Yield the rates of products of several shapes, with plain weights and with weights packed as the engine's."""
+    """Yield the FLOP/s of products of several shapes, with plain weights and with weights packed by the engine."""
     for num_rows, num_inputs, num_outputs in CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES:
         x = torch.randn(num_rows, num_inputs, device=device).to(dtype)
         weight = torch.randn(num_outputs, num_inputs, device=device).to(dtype)
@@ -63,7 +66,7 @@ def _gemms(device: torch.device, dtype: torch.dtype) -> Iterator[float]:
 
 @torch.inference_mode()
 def _reads(device: torch.device) -> list[float]:
-    """Return the rates of torch's reductions over a buffer."""
+    """Return the bytes a second of several of torch's reductions over a buffer."""
     if device.type == "cuda":
         num_bytes = min(MAX_DEVICE_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
     else:
@@ -74,7 +77,10 @@ def _reads(device: torch.device) -> list[float]:
 
 
 def least_s(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest of several runs, after one that does not count."""
+    """Return the seconds of the fastest of several calls of `work`, after one that does not count.
+
+    On a CUDA device each call is followed by a wait until the device is done.
+    """
     samples_s: list[float] = []
     while len(samples_s) <= MIN_SAMPLES or sum(samples_s) < SAMPLE_S:
         start_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The speed of an engine on this machine: in this process, without a cluster.
+"""Measure the speed of an engine in this process, without a cluster.
 
 1. Start: from the start of this process to an engine that has done its first steps.
 2. Prefill: prompts together, in steps as full as can be, as in nodes.
@@ -6,7 +6,7 @@
 4. The machine: the rates of products and of reading memory that torch reaches with as many threads, before and after
    the rest. The costs of prefill and decode (costs.py) are divided by them.
 5. Sampling the tokens of a step.
-6. Weights that are elsewhere: what decode steps read of them.
+6. Weights that are not in the memory where they are computed with: what decode steps read of them.
 """
 
 import dataclasses
@@ -63,8 +63,10 @@ SAMPLING: Final[dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class StartFigures:
-    """Seconds from the start of the process to the imported engine, from there to the loaded one, and of its first
-    steps. Finding or writing the model's folder in between does not count."""
+    """Seconds from the process's start to the imported engine, from there to the loaded one, and of its first steps.
+
+    The time to find or write the model's folder does not count.
+    """
 
     imports_s: float
     load_s: float
@@ -74,8 +76,10 @@ class StartFigures:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFigures:
-    """Prompts of one length: the median of the repeats, and the best. Operations are known of our own decoders alone,
-    else None."""
+    """Prompts of one length: the rate of the median repeat and of the fastest.
+
+    Operations are known only of models that our own decoder runs, else None.
+    """
 
     prompts: PromptSize
     tokens_per_s: float
@@ -86,8 +90,11 @@ class PrefillFigures:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFigures:
-    """One step of a batch: of the mean of steps in a row the median of the repeats, and the least. Bytes and
-    operations are those of the mean step; but for those of KV they are known of our own decoders alone, else None."""
+    """One decode step of a batch: the mean of NUM_STEPS steps in a row, its median over the repeats and its least.
+
+    Bytes and operations are those of the mean step. All but the KV bytes are known only of models that our own decoder
+    runs, else None. Shares are of the machine's rates.
+    """
 
     batch: int
     context_tokens: int  # in the cache before the first of the steps
@@ -102,7 +109,7 @@ class DecodeFigures:
 
 @dataclass(frozen=True, slots=True)
 class SamplingFigures:
-    """Sampling the tokens of one step from its logits: the median of the repeats."""
+    """The median seconds to sample the tokens of one step from its logits, with these sampling parameters."""
 
     parameters: str
     batch: int
@@ -112,8 +119,10 @@ class SamplingFigures:
 
 @dataclass(frozen=True, slots=True)
 class OffloadFigures:
-    """Layers whose weights are elsewhere, on disk or in host memory: what decode steps of one request read of them, and
-    the rate of reading while nothing computes."""
+    """Layers whose weights are on disk or in host memory: what decode steps of one request read of them.
+
+    `alone_bytes_per_s` is the rate of reading while nothing computes.
+    """
 
     where: str
     num_layers: int
@@ -126,7 +135,10 @@ class OffloadFigures:
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """One engine on this machine: the name of the model's folder, and the engine's description of itself."""
+    """All figures of one engine on this machine.
+
+    `model` is the name of its folder, `engine` the engine's description of itself.
+    """
 
     model: str
     engine: dict[str, str]
@@ -143,10 +155,10 @@ class EngineFigures:
 def measure_engine(
     folder: Path, settings: EngineSettings, sizes: EngineBench, num_threads: int, imports_s: float, report: Report
 ) -> EngineFigures:
-    """Load the model of the folder and measure it with as many threads, 0 for torch's own number.
+    """Load the model of the folder and measure it with `num_threads` threads, 0 for torch's own number.
 
-    `imports_s` is the age of the process when it had imported this. Raises ModelError or SettingsError when the model
-    or the sizes cannot be used.
+    `imports_s` is how old the process was in seconds when it had imported this module; `report` gets progress. Raises
+    ModelError when the model cannot be loaded, and SettingsError when the settings or sizes do not fit it.
     """
     config = read_model_config(folder, settings.model_impl)
     if most_tokens(sizes) > config.max_position_embeddings:
@@ -183,7 +195,7 @@ def measure_engine(
 
 
 class _Measured:
-    """An engine and the sizes in which it is measured."""
+    """Measure one engine in these sizes."""
 
     def __init__(self, engine: Engine, sizes: EngineBench, report: Report) -> None:
         self._engine, self._sizes, self._report = engine, sizes, report
@@ -194,14 +206,14 @@ class _Measured:
         return measure_machine(self._engine.pool.device, getattr(torch, self._engine.description["dtype"]))
 
     def prefill_s(self, size: PromptSize) -> list[float]:
-        """Return the seconds of each repeat."""
+        """Compute these prompts `repeats` times, and return the seconds of each time."""
         self._report(f"prefill of {size.count} prompts of {size.num_tokens} tokens ...")
         prompts = PromptRun(self._engine, size, self._sizes.step_tokens)
         prompts.run_s()  # the first of its shapes
         return [prompts.run_s() for _ in range(self._sizes.repeats)]
 
     def decode_s(self, run: DecodeRun) -> dict[tuple[int, int], list[float]]:
-        """Return by batch and context the mean seconds of a step in each repeat."""
+        """Return by batch and context the mean seconds of a decode step in each repeat."""
         sizes, measured = self._sizes, {}
         for context_tokens in sizes.contexts:
             self._report(f"computing {max(sizes.batches)} contexts of {context_tokens} tokens ...")
@@ -219,7 +231,7 @@ class _Measured:
 
     @torch.inference_mode()
     def sampling(self) -> tuple[SamplingFigures, ...]:
-        """Sample from random logits, with the model's vocabulary and on its device."""
+        """Sample from random logits with each of SAMPLING's parameters, in the model's vocabulary and on its device."""
         self._report("sampling ...")
         engine, vocab_size, batch = self._engine, self._engine.config.vocab_size, max(self._sizes.batches)
         random = torch.randn(batch, vocab_size, generator=torch.Generator().manual_seed(0)) * LOGITS_DEVIATION
@@ -237,7 +249,7 @@ class _Measured:
         return tuple(figures)
 
     def offload(self, run: DecodeRun) -> OffloadFigures | None:
-        """Measure decode steps of one request; None where all weights are where they compute."""
+        """Measure decode steps of one request; None when all weights are in the memory where they are computed with."""
         offloaded = self._engine.model.offloaded if isinstance(self._engine.model, LlamaDecoder) else None
         if offloaded is None:
             return None
@@ -280,8 +292,11 @@ class _Measured:
 
 
 def read_weight_bytes(engine: Engine, num_tokens: int) -> int:
-    """Return the bytes of the weights that a step of as many tokens reads, of our own decoders: all but the embedding's
-    vectors, unless they are the head too, and of experts the share that is taken on average."""
+    """Return the bytes of the weights that a step of `num_tokens` tokens reads, of a model that our own decoder runs.
+
+    That is all but the embedding's vectors, unless they are the head too, and of experts the share that is taken on
+    average.
+    """
     decoder = engine.model
     assert isinstance(decoder, LlamaDecoder)
     embedding = decoder.embed_tokens

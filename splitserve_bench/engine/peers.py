@@ -1,8 +1,8 @@
-"""Results of other engines, or of ours with other settings, on the same machine, and how ours compare. Torch-free.
+"""Read the results of other engines, or of ours with other settings, on the same machine, and compare ours with them.
 
-A result is a JSON object: "peer" is a name, "load_s" the seconds to load a model after all imports, "prefill" maps
-COUNTxLENGTH to tokens per second, "decode" maps bBATCH_ctxCONTEXT to milliseconds per step. Each but the name may lack.
-`bench engine --json` prints one as "result", so that its output is a file of a peer too.
+A result is a JSON object: "peer" is the engine's name, "load_s" the seconds to load a model after all imports,
+"prefill" maps COUNTxLENGTH to tokens per second, "decode" maps bBATCH_ctxCONTEXT to milliseconds per step. All but the
+name may be missing. `bench engine --json` prints one as "result", so that its output can be read too. Torch-free.
 """
 
 import json
@@ -25,7 +25,7 @@ UNITS: Final = {LOAD: "s", PREFILL: "tokens/s", DECODE: "ms"}
 
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """One engine's figures by kind and key: load in seconds, prefill in tokens per second, decode in milliseconds."""
+    """One engine's figures by kind and key: load in s, prefill in tokens per s, decode in ms per step."""
 
     peer: str
     figures: Mapping[tuple[str, str], float]
@@ -33,7 +33,10 @@ class PeerResult:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Our figure divided by the best of the peers'. Of prefill more is better, of decode and load less is."""
+    """Our figure `ours` divided by `theirs`, the best of the peers'.
+
+    Of prefill (tokens per second) more is better; of load and decode (times) less is.
+    """
 
     kind: str
     key: str
@@ -46,10 +49,10 @@ class Ratio:
 
 
 def read_peers(path: Path) -> list[PeerResult]:
-    """Return the results in a file: one JSON object, or a script's output with lines that begin with RESULT. Ours are
-    named after the file.
+    """Return the results in a file: one JSON object, or the output of a script with lines that begin with "RESULT ".
 
-    Raises SettingsError with one sentence when there are none or one cannot be understood.
+    A result of our own command is named after the file. Raises SettingsError when the file cannot be read, or a result
+    has not the form that the module describes.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -60,7 +63,10 @@ def read_peers(path: Path) -> list[PeerResult]:
 
 
 def our_result(figures: "EngineFigures") -> PeerResult:
-    """Return ours in the peers' terms: medians, and loading with the first steps but without imports."""
+    """Return our figures as a result to compare with peers'.
+
+    They are medians, and as load the time to load and to do the first steps.
+    """
     ours = {(LOAD, ""): figures.start.load_s + figures.start.warm_up_s}
     ours |= {(PREFILL, str(each.prompts)): each.tokens_per_s for each in figures.prefill}
     ours |= {(DECODE, decode_key(each.batch, each.context_tokens)): each.step_s * 1e3 for each in figures.decode}
@@ -68,18 +74,18 @@ def our_result(figures: "EngineFigures") -> PeerResult:
 
 
 def result_json(result: PeerResult) -> dict[str, Any]:
-    """Return a result as files have it."""
+    """Return a result as the JSON object that `read_peers` reads."""
     of_kind = {kind: {key: value for (k, key), value in result.figures.items() if k == kind} for kind in UNITS}
     return {"peer": result.peer, "load_s": of_kind[LOAD][""], PREFILL: of_kind[PREFILL], DECODE: of_kind[DECODE]}
 
 
 def decode_key(batch: int, context_tokens: int) -> str:
-    """Return the key of decode steps of a batch at a context."""
+    """Return the key of a decode figure: `b8_ctx512` for a batch of 8 requests with 512 tokens of context each."""
     return f"b{batch}_ctx{context_tokens}"
 
 
 def ratios(ours: PeerResult, peers: Sequence[PeerResult]) -> list[Ratio]:
-    """Return, in our order, our figure divided by the best peer's, for each of our figures that a peer has too."""
+    """Return our figure divided by the best peer's, in our order, for each figure that at least one peer has too."""
     rows = []
     for (kind, key), value in ours.figures.items():
         known = [(peer.figures[kind, key], peer.peer) for peer in peers if (kind, key) in peer.figures]

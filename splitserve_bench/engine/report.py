@@ -1,4 +1,4 @@
-"""The figures of `splitserve bench engine` as tables for people."""
+"""Show the figures of `splitserve bench engine` as tables."""
 
 from collections.abc import Sequence
 
@@ -16,15 +16,14 @@ from splitserve_bench.engine.measure import (
     PrefillFigures,
 )
 from splitserve_bench.engine.peers import DECODE, LOAD, PREFILL, Ratio
-from splitserve_bench.report import table_of
+from splitserve_bench.report import engine_line, known, table_of
 
 
 def engine_view(figures: EngineFigures, ratios: Sequence[Ratio]) -> RenderableType:
-    """Return everything, one below the other."""
-    described = ", ".join(f"{name} {value}" for name, value in figures.engine.items())
+    """Return all lines and tables of a measurement, and with `ratios` the comparison with other engines."""
     start, machine, sizes = figures.start, figures.machine, figures.sizes
     parts: list[RenderableType] = [
-        f"{escape(figures.model)}: {escape(described)}, weights {size_of(figures.weight_bytes)}",
+        f"{escape(engine_line(figures.model, figures.engine))}, weights {size_of(figures.weight_bytes)}",
         f"start: {start.ready_s:.2f} s from the start of the process to the end of the first steps: imports "
         f"{start.imports_s:.2f} s, load {start.load_s:.2f} s, warm-up {start.warm_up_s:.2f} s",
         f"machine, {machine.num_threads} threads: products of {machine.gemm_dtype} "
@@ -52,7 +51,7 @@ def engine_view(figures: EngineFigures, ratios: Sequence[Ratio]) -> RenderableTy
 
 
 def offload_line(offload: OffloadFigures) -> str:
-    """Return what is read of weights that are elsewhere, beside what can be read from there."""
+    """Return in one sentence how fast decode steps read weights that are elsewhere, and how fast they could be read."""
     rate, alone = offload.bytes_per_s / 1e9, offload.alone_bytes_per_s / 1e9
     return (
         f"{offload.num_layers} layers, {size_of(offload.num_bytes)}, are {offload.where}: a decode step of one request "
@@ -62,22 +61,22 @@ def offload_line(offload: OffloadFigures) -> str:
 
 
 def prefill_table(rows: Sequence[PrefillFigures], machine: MachineFigures) -> Table:
-    """Return rates, and the share of the machine's rate of products that they are."""
+    """Return a table of prefill rates, and of their shares of the machine's rate of matrix products."""
     return table_of(
         rows,
         {
             "prompts": lambda row: str(row.prompts),
             "tokens/s, median": lambda row: f"{row.tokens_per_s:.0f}",
             "best": lambda row: f"{row.best_tokens_per_s:.0f}",
-            "GFLOP": lambda row: _known(row.flops, ".1f", 1e-9),
-            "GFLOP/s": lambda row: _known(row.gemm_share, ".0f", machine.gemm_flops_per_s / 1e9),
-            "of the GEMM rate": lambda row: _known(row.gemm_share, ".0%"),
+            "GFLOP": lambda row: known(row.flops, ".1f", 1e-9),
+            "GFLOP/s": lambda row: known(row.gemm_share, ".0f", machine.gemm_flops_per_s / 1e9),
+            "of the GEMM rate": lambda row: known(row.gemm_share, ".0%"),
         },
     )
 
 
 def decode_table(rows: Sequence[DecodeFigures], machine: MachineFigures) -> Table:
-    """Return step times, what is read in a step, and the shares of both of the machine's rates."""
+    """Return a table of decode step times, and of their shares of the machine's rates."""
     return table_of(
         rows,
         {
@@ -88,15 +87,15 @@ def decode_table(rows: Sequence[DecodeFigures], machine: MachineFigures) -> Tabl
             "tokens/s": lambda row: f"{row.batch / row.step_s:.0f}",
             "weights": lambda row: "-" if row.weight_bytes is None else size_of(row.weight_bytes),
             "KV": lambda row: size_of(round(row.kv_bytes)),
-            "GB/s": lambda row: _known(row.bandwidth_share, ".2f", machine.read_bytes_per_s / 1e9),
-            "of the bandwidth": lambda row: _known(row.bandwidth_share, ".0%"),
-            "of the GEMM rate": lambda row: _known(row.gemm_share, ".0%"),
+            "GB/s": lambda row: known(row.bandwidth_share, ".2f", machine.read_bytes_per_s / 1e9),
+            "of the bandwidth": lambda row: known(row.bandwidth_share, ".0%"),
+            "of the GEMM rate": lambda row: known(row.gemm_share, ".0%"),
         },
     )
 
 
 def ratio_table(rows: Sequence[Ratio]) -> Table:
-    """Return ours, the best peer's, and one divided by the other."""
+    """Return a table of our figures, the best peer's, and the first divided by the second."""
     better = {LOAD: "less is better", PREFILL: "more is better", DECODE: "less is better"}
     table = plain_table("figure", numbers=("ours", "best peer", "ratio"))
     for title in ("peer", "", ""):
@@ -113,8 +112,3 @@ def ratio_table(rows: Sequence[Ratio]) -> Table:
             "ahead" if row.is_ahead else "behind",
         )
     return table
-
-
-def _known(value: float | None, form: str, scale: float = 1) -> str:
-    """Return a dash for None, which is not known."""
-    return "-" if value is None else f"{value * scale:{form}}"

@@ -1,4 +1,4 @@
-"""How much `splitserve bench engine` measures. Torch-free."""
+"""Define how much `splitserve bench engine` measures. Torch-free."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -8,7 +8,7 @@ STEP_TOKENS: Final = 512  # of prompts in one step, unless another number is giv
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """As many prompts of one length."""
+    """`count` prompts of `num_tokens` tokens each."""
 
     count: int
     num_tokens: int
@@ -19,7 +19,7 @@ class PromptSize:
 
 @dataclass(frozen=True, slots=True)
 class EngineBench:
-    """The sizes of what is measured, each of them `repeats` times. Batches and contexts ascend."""
+    """What is measured, each of it `repeats` times. `batches` and `contexts` (in tokens) ascend."""
 
     prompts: tuple[PromptSize, ...]
     batches: tuple[int, ...]

@@ -1,9 +1,10 @@
-"""Speculation: the same outputs with draft tokens and without, by a node's own scheduler and engine in this process.
+"""Compare the rate of a model with draft tokens and without, by a node's own scheduler and engine in this process.
 
-Both runs generate the same tokens, or the bench fails. Rates are of the tokens that decode steps gave, over these steps
-and what a draft model computes between them. With one thread, seconds are CPU seconds of that thread: what else the
-machine does counts for little then. A node's scheduler knows at each run what it has measured in those before. Prompts
-are made of Python's own library and help."""
+Both runs must generate the same tokens. Rates are of the tokens that decode steps gave, over the time of these steps
+and of a draft model between them. With one thread, seconds are CPU seconds of this process, so that other work on the
+machine counts for little. A scheduler keeps from run to run what it has measured. Prompts are made of Python's own
+library and help.
+"""
 
 import asyncio
 import calendar
@@ -43,7 +44,7 @@ from serving_node.scheduler import Limits, NodeScheduler
 from serving_node.step_loop import draft_model_of
 from splitserve.launch.models import Report
 from splitserve_bench.engine.driver import load_engine, threads
-from splitserve_bench.report import table_of
+from splitserve_bench.report import engine_line, table_of
 
 EDIT, SUMMARY, CHAT, RANDOM = "code edit", "summary with quotes", "chat", "random"
 KINDS: Final = (EDIT, SUMMARY, CHAT, RANDOM)
@@ -63,7 +64,10 @@ NEVER_S: Final = 1e9
 
 @dataclass(frozen=True, slots=True)
 class KindFigures:
-    """Requests of one kind of prompt, in a batch. Rates are medians of the repeats."""
+    """Requests of one kind of prompt, in one batch size, with draft tokens and without.
+
+    Rates are medians of the repeats.
+    """
 
     kind: str
     batch: int
@@ -77,7 +81,7 @@ class KindFigures:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationFigures:
-    """One model with draft tokens of one drafter: lookup, or a draft model."""
+    """One model with draft tokens of one drafter: lookup in the request's own tokens, or a draft model."""
 
     model: str
     engine: dict[str, str]
@@ -105,8 +109,13 @@ def measure_speculation(
     num_threads: int,
     report: Report,
 ) -> SpeculationFigures:
-    """Measure each kind of prompt and batch, unless outputs end at once, with the draft model of `draft`, or with
-    lookup. Raises SettingsError where draft tokens could change outputs."""
+    """Return the rates with and without draft tokens for each kind of prompt and batch size.
+
+    `draft` are the settings of the draft model, None for lookup in the request's own tokens; `num_threads` is 0 for
+    torch's own number; `report` gets progress. A kind whose outputs all end with their first token is left out. Raises
+    SettingsError when the bits of outputs depend on the batch, or outputs with draft tokens differ from those without,
+    and ModelError when a model cannot be loaded.
+    """
     figures = []
     with threads(num_threads):
         engine = load_engine(folder, settings)
@@ -130,8 +139,7 @@ def measure_speculation(
 
 
 def speculation_view(figures: SpeculationFigures) -> RenderableType:
-    """Return the table of rates with and without draft tokens."""
-    described = ", ".join(f"{name} {value}" for name, value in figures.engine.items())
+    """Return a table of rates with and without draft tokens."""
     table = table_of(
         figures.kinds,
         {
@@ -145,12 +153,14 @@ def speculation_view(figures: SpeculationFigures) -> RenderableType:
             "tokens a step": lambda row: f"{row.tokens_per_step:.2f}",
         },
     )
-    return Group(escape(f"{figures.model}: {described}"), escape(f"draft tokens: {figures.drafter}"), table)
+    return Group(escape(engine_line(figures.model, figures.engine)), escape(f"draft tokens: {figures.drafter}"), table)
 
 
 def prompts_of(kind: str, folder: Path, count: int) -> list[list[int]]:
-    """Return as many prompts of a kind for the model of a folder, the same in every run. Raises RequestError where the
-    model has no chat template."""
+    """Return `count` prompts of a kind of KINDS as token ids for the model of a folder, the same in every run.
+
+    Raises RequestError when the model has no chat template.
+    """
     if kind == RANDOM:
         draw, vocab_size = Random(0), read_model_config(folder).vocab_size
         return [draw.choices(range(vocab_size), k=RANDOM_TOKENS) for _ in range(count)]
@@ -165,7 +175,7 @@ def prompts_of(kind: str, folder: Path, count: int) -> list[list[int]]:
 
 
 def sampling_of(kind: str) -> SamplingParams:
-    """Return greedy sampling, but for random prompts, whose outputs are random too."""
+    """Return the sampling of a kind's requests: greedy, but for RANDOM prompts, whose outputs are random too."""
     return SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=float(kind == RANDOM), ignore_eos=kind == RANDOM)
 
 
@@ -175,7 +185,7 @@ def _edits() -> list[str]:
 
 
 def _functions(module: Any) -> list[str]:
-    """Return the source of each of a module's functions that is neither short nor long."""
+    """Return the source of each of a module's functions whose length is within CODE_CHARS."""
     found = [inspect.getsource(each) for _, each in inspect.getmembers(module, inspect.isfunction)]
     return [source for source in found if CODE_CHARS[0] <= len(source) <= CODE_CHARS[1]]
 
@@ -213,7 +223,7 @@ def _figures(kind: str, batch: int, runs: Sequence[tuple[_Run, _Run]]) -> KindFi
 
 
 class _Node:
-    """An engine behind a node's scheduler, for a batch of sequences."""
+    """An engine behind a node's own scheduler, for a batch of requests."""
 
     def __init__(
         self, engine: Engine, batch: int, num_speculative_tokens: int = 0, drafter: Drafter | None = None
@@ -238,7 +248,7 @@ class _Node:
         self._clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def run(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> _Run:
-        """Send all prompts at once, and step until the last output ends."""
+        """Submit all prompts at once, step until the last output ends, and return the outputs and rates."""
         for index, prompt in enumerate(prompts):
             request = Request(str(index), index + 1, prompt, len(prompt), sampling)
             job = convert.job_to_wire(request, request.epoch)
@@ -266,7 +276,7 @@ class _Node:
         )
 
     def _step(self, works: list[Work]) -> None:
-        """Make a step, and draft for the next one."""
+        """Run one step, and have the draft model draft for the next one."""
         begun_s = self._clock()
         tokens = self._engine.step(works)
         self._scheduler.step_done(works, tokens, self._clock() - begun_s, begun_s)

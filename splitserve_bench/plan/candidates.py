@@ -1,12 +1,12 @@
-"""Plans, and which of them are worth a simulation. Pure.
+"""List plans, and choose those that are worth a simulation. Pure.
 
-A plan is what one cell runs: prefill nodes, decode nodes and mixed nodes, behind one coordinator. Cells are
-equal and know nothing of each other: a load that is dealt to them at random leaves each the same kind of load, at its
-share of the rate. (Of Poisson arrivals exactly; of a trace as far as its shape does not depend on the rate.)
+A plan is what one cell runs: prefill nodes, decode nodes and mixed nodes, behind one coordinator. Cells are equal and
+independent: a load that is divided among them at random gives each the same kind of load, at its share of the rate. (Of
+Poisson arrivals exactly; of a trace as far as its shape does not depend on the rate.)
 
-What a node does in a second is estimated from its steps: prompts in whole chunks, answers in the largest batch within
-the limit on TPOT and the pool, both where their seconds and those of the steps fill up the limit. An estimate says in
-which order plans are looked at, and which of very many at all. It decides nothing else.
+What a node does in a second is estimated from its steps: prompts in whole chunks, outputs in the largest batch within
+the limit on TPOT and the KV pool, both where their seconds and those of the steps fill up the limit. An estimate
+decides in which order plans are simulated, and which ones when there are very many. It decides nothing else.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from serving_core.shapes import DECODE, MIXED, PREFILL
-from splitserve_bench.plan.loads import AskedLoad, Lengths
-from splitserve_bench.plan.nodes import AskedNodes, Machines, NodeKind
+from splitserve_bench.plan.loads import Lengths, LoadOptions
+from splitserve_bench.plan.nodes import Machines, NodeKind, NodeOptions
 from splitserve_bench.serve.metrics import Limits
 from splitserve_bench.simulate.costs import StepLoad
 
@@ -33,11 +33,11 @@ LETTERS: Final = {PREFILL: "P", DECODE: "D", MIXED: "B"}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The flags of a search."""
+class PlanOptions:
+    """All flags of a search."""
 
-    nodes: AskedNodes
-    load: AskedLoad
+    nodes: NodeOptions
+    load: LoadOptions
     gpus: int
     cells: int
     objective: str  # one of OBJECTIVES
@@ -51,14 +51,15 @@ class Asked:
     all_plans: bool  # are searched to the end, not only the best two
 
     def to_json(self) -> str:
+        """Return the flags as a JSON text."""
         return json.dumps(dataclasses.asdict(self))
 
 
-def asked_from_json(text: str) -> Asked:
-    """Return what to_json has written."""
+def options_from_json(text: str) -> PlanOptions:
+    """Return the flags that a text of `PlanOptions.to_json` has."""
     fields = {name: _tuples(value) for name, value in json.loads(text).items()}
     nodes, load = (({name: _tuples(value) for name, value in fields.pop(part).items()}) for part in ("nodes", "load"))
-    return Asked(nodes=AskedNodes(**nodes), load=AskedLoad(**load), **fields)
+    return PlanOptions(nodes=NodeOptions(**nodes), load=LoadOptions(**load), **fields)
 
 
 def _tuples(value: Any) -> Any:
@@ -67,7 +68,7 @@ def _tuples(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Nodes that are alike, and begin in the same role."""
+    """A number of equal nodes that start in the same role (prefill, decode or mixed)."""
 
     role: str
     kind: NodeKind
@@ -75,12 +76,13 @@ class Pool:
 
     @property
     def num_devices(self) -> int:
+        """Return the number of devices of all these nodes."""
         return self.count * self.kind.num_devices
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A node on its host."""
+    """A node of a plan, and the number of the host that it is on."""
 
     name: str
     role: str
@@ -90,7 +92,10 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a cell of so many devices runs. A host's devices are of one hardware, and a node's on one host."""
+    """The nodes that one cell runs on `cell_devices` devices.
+
+    All devices of a host are of one hardware, and all of a node on one host.
+    """
 
     pools: tuple[Pool, ...]
     cell_devices: int
@@ -99,14 +104,17 @@ class Plan:
 
     @property
     def num_devices(self) -> int:
+        """Return the number of devices that the nodes use."""
         return sum(pool.num_devices for pool in self.pools)
 
     @property
     def dollars_per_h(self) -> float:
+        """Return the price of the used devices, in dollars an hour."""
         return sum(pool.count * pool.kind.dollars_per_h for pool in self.pools)
 
     @property
     def kilowatts(self) -> float:
+        """Return the power of the used devices, in kilowatts."""
         return sum(pool.count * pool.kind.watts for pool in self.pools) / 1e3
 
     def __str__(self) -> str:
@@ -117,10 +125,14 @@ class Plan:
         )
 
     def count_of(self, role: str) -> int:
+        """Return the number of nodes that start in this role."""
         return sum(pool.count for pool in self.pools if pool.role == role)
 
     def placed(self) -> list[Placed]:
-        """Every node on the first host that has room, the roles in turn, so that hosts get some of each."""
+        """Return every node with its host: the first one that has room for it.
+
+        Roles take turns, so that hosts get some of each.
+        """
         free: list[tuple[str, int]] = []  # hardware and free devices of each host
         placed = []
         for name, pool in self._in_turn():
@@ -134,7 +146,7 @@ class Plan:
         return placed
 
     def _in_turn(self) -> list[tuple[str, Pool]]:
-        """Wide nodes first, which fit less easily; then evenly."""
+        """Return name and pool of each node in the order of placing: nodes of many devices first, then evenly."""
         nodes = [
             (-pool.kind.num_devices, (index + 0.5) / pool.count, f"{pool.role}-{index}", pool)
             for pool in self.pools
@@ -143,21 +155,21 @@ class Plan:
         return [(name, pool) for _, _, name, pool in sorted(nodes, key=lambda node: node[:3])]
 
     def fits(self) -> bool:
-        """Return whether the cell has the hosts that this plan needs."""
+        """Return whether the cell has as many hosts as the plan needs."""
         hosts = {(placed.kind.hardware, placed.host) for placed in self.placed()}
         num_kinds = len({hardware for hardware, _ in hosts})
         return len(hosts) <= -(-self.cell_devices // self.gpus_per_host) + num_kinds - 1
 
 
 def weight_of(plan: Plan, objective: str) -> float:
-    """What goodput is divided by. Devices that a plan leaves idle count too: they are there."""
+    """Return what the objective divides goodput by: a cell's devices (idle ones too), dollars an hour, or kilowatts."""
     if objective == DEVICE:
         return plan.cell_devices
     return plan.dollars_per_h if objective == COST else plan.kilowatts
 
 
 class Estimates:
-    """What nodes do in a second, roughly."""
+    """Estimate roughly how many requests nodes serve in a second, for requests of these lengths with these limits."""
 
     def __init__(self, lengths: Lengths, limits: Limits) -> None:
         self._input, self._output = lengths.mean_input_tokens, lengths.mean_output_tokens
@@ -165,14 +177,17 @@ class Estimates:
         self._known: dict[tuple[str, NodeKind], float] = {}
 
     def requests_per_s(self, role: str, kind: NodeKind) -> float:
-        """Return the requests of which a node in this role does its part in a second."""
+        """Return the number of requests of which a node in this role does its part in a second."""
         if (role, kind) not in self._known:
             prompt_s = self._prompt_s(kind)
             self._known[role, kind] = 1 / prompt_s if role == PREFILL else self._rate(kind, prompt_s * (role == MIXED))
         return self._known[role, kind]
 
     def of(self, pools: Iterable[Pool]) -> float:
-        """Return the requests a second of all; at least those of one that comes when the one before has ended."""
+        """Return the number of requests that these nodes serve in a second.
+
+        It is at least the rate of requests that are sent one after the other.
+        """
         pools = tuple(pools)
         of_role: dict[str, float] = {PREFILL: 0.0, DECODE: 0.0, MIXED: 0.0}
         for pool in pools:
@@ -181,15 +196,20 @@ class Estimates:
         return max(1 / lone_s, min(of_role[PREFILL], of_role[DECODE]) + of_role[MIXED])
 
     def fill_s(self, pools: Sequence[Pool], rate: float) -> float:
-        """Return how long it takes at this rate until as many requests decode as will: longer than a mean output, as
-        the long ones are what piles up."""
+        """Return the seconds after which, at this rate, as many requests decode at a time as ever will.
+
+        That is longer than a mean output takes, as the long ones accumulate.
+        """
         decoding = [pool for pool in pools if pool.role != PREFILL]
         of_each = rate / sum(pool.count for pool in decoding)
         is_alone = all(pool.role == MIXED for pool in pools)
         return FILL * max(self._output_s(pool, of_each, is_alone) for pool in decoding)
 
     def _output_s(self, pool: Pool, rate: float, is_alone: bool) -> float:
-        """At its limit, unless the node reaches a lower pace. is_alone: it computes all its prompts itself."""
+        """Return the seconds of an output: at the limit on TPOT, unless the node is faster at this rate.
+
+        `is_alone`: the node also computes the prompts of its requests.
+        """
         kind, limit_s = pool.kind, self._tpot_s or USUAL_TPOT_S
         free = 1 - rate * self._prompt_s(kind) if is_alone else 1.0
         tpot_s, context = 0.0, self._input + self._output / 2
@@ -204,7 +224,7 @@ class Estimates:
         return kind.costs.step_s(load) * self._input / chunk
 
     def _rate(self, kind: NodeKind, prompt_s: float) -> float:
-        """Return the highest rate at which steps, with what prompts take between them, are within the limit."""
+        """Return the highest rate within the limit on TPOT when each request also takes `prompt_s` of prefill."""
         context = self._input + self._output / 2
         most = min(kind.sizes.max_sequences, kind.sizes.num_blocks * kind.sizes.block_size / context)
         if self._tpot_s is None:
@@ -224,28 +244,31 @@ def _answers_s(kind: NodeKind, num_sequences: float, context_tokens: float) -> f
     return kind.costs.step_s(StepLoad(num_sequences, num_sequences * context_tokens))
 
 
-def candidates(asked: Asked, machines: Machines, estimates: Estimates, longest_tokens: int) -> list[Plan]:
-    """The plans that promise most, the best colocated one among them; best first. Only kinds whose pool can hold the
-    longest request."""
+def candidates(options: PlanOptions, machines: Machines, estimates: Estimates, longest_tokens: int) -> list[Plan]:
+    """Return the plans with the highest estimates, best first, among them the best one of mixed nodes alone.
+
+    Only kinds of node count whose KV pool holds `longest_tokens`, the longest request. At most as many plans are
+    returned as the flags say.
+    """
     kinds = [each for each in machines.kinds if each.sizes.num_blocks * each.sizes.block_size >= longest_tokens]
-    devices = asked.gpus // asked.cells
+    devices = options.gpus // options.cells
     of_prefill, of_decode, of_both = (
         [kind for kind in kinds if kind.hardware in names or not names]
-        for names in (asked.nodes.prefill_hardware, asked.nodes.decode_hardware, asked.nodes.both_hardware)
+        for names in (options.nodes.prefill_hardware, options.nodes.decode_hardware, options.nodes.both_hardware)
     )
     colocated = [(Pool(MIXED, kind, devices // kind.num_devices),) for kind in of_both if kind.num_devices <= devices]
     promising = [*colocated, *_splits(of_prefill, of_decode, of_both, devices, estimates)]
 
     def promise(pools: tuple[Pool, ...]) -> float:
         return estimates.of(pools) / (
-            weight_of(Plan(pools, devices, asked.nodes.gpus_per_host), asked.objective) or 1.0
+            weight_of(Plan(pools, devices, options.nodes.gpus_per_host), options.objective) or 1.0
         )
 
     ranked = sorted(dict.fromkeys(promising), key=promise, reverse=True)
     names_hardware = len({kind.hardware for kind in machines.kinds}) > 1
-    plans = [Plan(pools, devices, asked.nodes.gpus_per_host, names_hardware) for pools in ranked]
+    plans = [Plan(pools, devices, options.nodes.gpus_per_host, names_hardware) for pools in ranked]
     plans = [plan for plan in plans if plan.fits()]
-    chosen = plans[: asked.candidates]
+    chosen = plans[: options.candidates]
     if best := next((plan for plan in plans if plan.count_of(MIXED) and len(plan.pools) == 1), None):
         chosen = chosen if best in chosen else [*chosen[:-1], best]
     return chosen
@@ -258,8 +281,7 @@ def _splits(
     devices: int,
     estimates: Estimates,
 ) -> Iterator[tuple[Pool, ...]]:
-    """For each pair of kinds the numbers of nodes that promise most; and the best with one mixed node
-    instead."""
+    """Yield for each pair of kinds the best numbers of prefill and decode nodes, and the best with a mixed node."""
     for prefill in of_prefill:
         for decode in of_decode:
             pairs = [
@@ -274,7 +296,7 @@ def _splits(
 
 
 def _with_one_of_both(pools: tuple[Pool, Pool], of_both: Sequence[NodeKind]) -> Iterator[tuple[Pool, ...]]:
-    """In the place of a node of either kind, where another one of it is left."""
+    """Yield the pools with a mixed node in the place of a node of either pool that has more than one."""
     for at, pool in enumerate(pools):
         if pool.count > 1 and pool.kind in of_both:
             fewer = Pool(pool.role, pool.kind, pool.count - 1)

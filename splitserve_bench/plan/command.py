@@ -1,5 +1,7 @@
-"""`splitserve plan`, whose flags of a load are those of `bench serve`. What it searches with is imported when it runs,
-so that help is quick."""
+"""Define the command `splitserve plan`. Its flags of a load are those of `bench serve`.
+
+What it searches with is imported when it runs, so that help is quick.
+"""
 
 import json
 import math
@@ -10,13 +12,25 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from serving_core.process.cpus import allowed_cpus
 from serving_core.process.extras import require
 from serving_core.settings import KV_CACHE_DTYPES, QUANTIZATIONS
 from splitserve.commands.terminal import counting, report, stderr, stdout
 from splitserve.signals import run_to_end
-from splitserve_bench.options import PAIR, ListOf, NewFile, NumberRange, Size, options_of, repeat_flags
+from splitserve_bench.options import (
+    PAIR,
+    ListOf,
+    NewFile,
+    NumberRange,
+    Size,
+    json_option,
+    option,
+    options_of,
+    repeat_flags,
+)
 from splitserve_bench.plan.hardware import DEVICES, INFINIBAND, LINK_NAMES
-from splitserve_bench.plan.loads import MOST_COUNTED, AskedLoad
+from splitserve_bench.plan.loads import MOST_COUNTED, LoadOptions
+from splitserve_bench.report import save_json
 from splitserve_bench.serve.command import (
     ABOVE_0,
     RANDOM,
@@ -28,8 +42,8 @@ from splitserve_bench.serve.command import (
 )
 
 if TYPE_CHECKING:
-    from splitserve_bench.plan.candidates import Asked
-    from splitserve_bench.plan.nodes import AskedNodes
+    from splitserve_bench.plan.candidates import PlanOptions
+    from splitserve_bench.plan.nodes import NodeOptions
     from splitserve_bench.plan.race import Race
     from splitserve_bench.plan.search import Study
 
@@ -55,14 +69,14 @@ SEARCH_FLAGS: Final = (
 
 
 class PlanGroup(click.Group):
-    """Takes several pairs after one flag, as vLLM's command does."""
+    """The command group, whose --goodput takes several pairs after one flag, as vLLM's command does."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, repeat_flags(args, dict.fromkeys(SLO, PAIR)))
 
 
 def parse_size(text: str) -> int:
-    """Raises ValueError."""
+    """Return the parallel size that a text means. Raises ValueError unless it is a whole number from 1 to MOST_TP."""
     if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= MOST_TP):
         raise ValueError(f"{text!r} is no parallel size from 1 to {MOST_TP}")
     return int(text)
@@ -89,12 +103,12 @@ SIZES: Final = ListOf("N,...", parse_size)
 PRESETS: Final = ", ".join(DEVICES)
 
 node_options = options_of(
-    click.option(
+    option(
         "--model",
         type=click.Path(exists=True, file_okay=False),
         help="Folder with the model's config.json; its weights are not needed.",
     ),
-    click.option("--link", type=click.Choice(LINK_NAMES), help="Of devices of a host; by default the hardware's own."),
+    option("--link", type=click.Choice(LINK_NAMES), help="Of devices of a host; by default the hardware's own."),
     click.option(
         "--device-memory",
         "device_memory_bytes",
@@ -117,23 +131,21 @@ node_options = options_of(
         help="Most that a device holds of the weights, such as 60GiB, as of `splitserve up`: layers beyond are in host "
         "memory, or on a disk beside a CPU; default: nodes hold all.",
     ),
-    click.option(
+    option(
         "--quantization",
         default="none",
-        show_default=True,
         type=click.Choice(QUANTIZATIONS),
         help="Of the weights, as of `splitserve up`.",
     ),
-    click.option(
+    option(
         "--kv-cache-dtype",
         default="auto",
-        show_default=True,
         type=click.Choice(KV_CACHE_DTYPES),
         help="Of keys and values, as of `splitserve up`.",
     ),
 )
 fleet_options = options_of(
-    click.option(
+    option(
         "--profile",
         "profiles",
         multiple=True,
@@ -141,75 +153,57 @@ fleet_options = options_of(
         help="What a node takes, as `splitserve doctor --save` has measured it; give it again for other kinds of node. "
         "Without it that is worked out from the hardware's data sheet.",
     ),
-    click.option("--hardware", type=NAMES, help=f"Of all nodes: {PRESETS}, or as profiles call it."),
-    click.option("--prefill-hardware", type=NAMES, help="Of prefill nodes; several are all tried."),
-    click.option("--decode-hardware", type=NAMES, help="Of decode nodes; several are all tried."),
-    click.option(
-        "--host-link", default=INFINIBAND, show_default=True, type=click.Choice(LINK_NAMES), help="Between hosts."
-    ),
-    click.option("--gpus", type=click.IntRange(1, MOST_GPUS), help="Devices in all."),
-    click.option("--gpus-per-host", default=8, show_default=True, type=click.IntRange(1, MOST_TP)),
+    option("--hardware", type=NAMES, help=f"Of all nodes: {PRESETS}, or as profiles call it."),
+    option("--prefill-hardware", type=NAMES, help="Of prefill nodes; several are all tried."),
+    option("--decode-hardware", type=NAMES, help="Of decode nodes; several are all tried."),
+    option("--host-link", default=INFINIBAND, type=click.Choice(LINK_NAMES), help="Between hosts."),
+    option("--gpus", type=click.IntRange(1, MOST_GPUS), help="Devices in all."),
+    option("--gpus-per-host", default=8, type=click.IntRange(1, MOST_TP)),
     click.option(
         "--cells",
         default=0,
         type=click.IntRange(0),
         help="Equal clusters that share the load, each with a coordinator of its own; default: one for each host.",
     ),
-    click.option("--tp", "tp_sizes", default="1,2,4,8", show_default=True, type=SIZES),
-    click.option(
-        "--pp",
-        "pp_sizes",
-        default="1",
-        show_default=True,
-        type=SIZES,
-        help="Stages of a node, of each of the sizes of --tp.",
-    ),
+    option("--tp", "tp_sizes", default="1,2,4,8", type=SIZES),
+    option("--pp", "pp_sizes", default="1", type=SIZES, help="Stages of a node, of each of the sizes of --tp."),
 )
 objective_options = options_of(
-    click.option("--cost", "objective", flag_value="cost", help="Search for the most requests a dollar."),
-    click.option("--power", "objective", flag_value="power", help="Search for the most requests a second a kilowatt."),
-    click.option("--price", type=FIGURES, help="Dollars an hour of a device: h100=4.75,a100=2.2 (the defaults)."),
-    click.option("--watts", type=FIGURES, help="Of a device: h100=700,a100=400 (the defaults)."),
+    option("--cost", "objective", flag_value="cost", help="Search for the most requests a dollar."),
+    option("--power", "objective", flag_value="power", help="Search for the most requests a second a kilowatt."),
+    option("--price", type=FIGURES, help="Dollars an hour of a device: h100=4.75,a100=2.2 (the defaults)."),
+    option("--watts", type=FIGURES, help="Of a device: h100=700,a100=400 (the defaults)."),
 )
 load_options = options_of(
-    click.option(
-        "--dataset-name", "--dataset", default=RANDOM, show_default=True, type=click.Choice((RANDOM, *TRACES))
-    ),
-    click.option("--dataset-path", type=click.Path(exists=True, dir_okay=False), help="The trace."),
+    option("--dataset-name", "--dataset", default=RANDOM, type=click.Choice((RANDOM, *TRACES))),
+    option("--dataset-path", type=click.Path(exists=True, dir_okay=False), help="The trace."),
     length_scale_option,
-    click.option("--random-input-len", default=1024, show_default=True, type=COUNT),
-    click.option("--random-output-len", default=128, show_default=True, type=COUNT),
-    click.option("--random-range-ratio", default=0.0, show_default=True, type=NumberRange(0, 1, max_open=True)),
+    option("--random-input-len", default=1024, type=COUNT),
+    option("--random-output-len", default=128, type=COUNT),
+    option("--random-range-ratio", default=0.0, type=NumberRange(0, 1, max_open=True)),
     burstiness_option,
 )
 search_options = options_of(
-    click.option(*SLO, multiple=True, metavar="ttft:MS tpot:MS", help="Limits that a good request meets, in ms."),
-    click.option("--attainment", default=0.9, show_default=True, type=NumberRange(0, 1, min_open=True)),
-    click.option("--tolerance", default=0.03, show_default=True, type=ABOVE_0, help="Of the goodput."),
-    click.option("--candidates", default=20, show_default=True, type=COUNT, help="Most plans that are simulated."),
-    click.option("--all", "all_plans", is_flag=True, help="Find every plan's knee, not only those of the best two."),
-    click.option("--max-probes", default=12, show_default=True, type=COUNT, help="Of a plan, beyond quick ones."),
-    click.option(
-        "--num-prompts",
-        default=200,
-        show_default=True,
-        type=click.IntRange(1, MOST_COUNTED),
-        help="Requests that count, at least.",
-    ),
-    click.option(
+    option(*SLO, multiple=True, metavar="ttft:MS tpot:MS", help="Limits that a good request meets, in ms."),
+    option("--attainment", default=0.9, type=NumberRange(0, 1, min_open=True)),
+    option("--tolerance", default=0.03, type=ABOVE_0, help="Of the goodput."),
+    option("--candidates", default=20, type=COUNT, help="Most plans that are simulated."),
+    option("--all", "all_plans", is_flag=True, help="Find every plan's knee, not only those of the best two."),
+    option("--max-probes", default=12, type=COUNT, help="Of a plan, beyond quick ones."),
+    option("--num-prompts", default=200, type=click.IntRange(1, MOST_COUNTED), help="Requests that count, at least."),
+    option(
         "--seconds",
         default=2.0,
-        show_default=True,
         type=ABOVE_0,
         help=f"For which they come, at least, but for more than {MOST_COUNTED} requests.",
     ),
-    click.option("--seed", default=0, show_default=True, type=click.IntRange(0)),
+    option("--seed", default=0, type=click.IntRange(0)),
     click.option("--jobs", default=0, type=click.IntRange(0, 256), help="Processes; default: one for each CPU."),
 )
 output_options = options_of(
-    click.option("--plot", type=NewFile(), help="Picture of the knees (PNG)."),
-    click.option("--save", "save_path", type=NewFile(), help="The JSON object."),
-    click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
+    option("--plot", type=NewFile(), help="Picture of the knees (PNG)."),
+    option("--save", "save_path", type=NewFile(), help="The JSON object."),
+    json_option,
 )
 
 
@@ -229,29 +223,29 @@ def plan_command(
     real nodes."""
     if context.invoked_subcommand is not None:
         return
-    from splitserve_bench.plan.report import best_commands, draw, findings_of, plan_json, plan_view, save, words_of
+    from splitserve_bench.plan.report import best_commands, draw, findings_of, plan_json, plan_view, words_of
     from splitserve_bench.plan.search import study_of
 
     if plot is not None:
         require("bench")
-    asked = asked_of(flags)
-    study = study_of(asked)
+    options = plan_options_of(flags)
+    study = study_of(options)
     for line in study.machines.unfit:
         report(f"left out: {line}")
     if clipped := study.loads.clipped():
         report(clipped)
     report(f"{len(study.plans)} plans: {', '.join(map(str, study.plans))}")
     race = study.race()
-    _run(study, race, asked, jobs or _num_cpus())
+    _run(study, race, options, jobs or len(allowed_cpus()) or os.cpu_count() or 1)
     found = findings_of(study, race)
     if as_json:
         click.echo(json.dumps(plan_json(study, found)))
     else:
         stdout.print(plan_view(study, found))
-        for line in (*words_of(found, asked.objective), *best_commands(study, found)):
+        for line in (*words_of(found, options.objective), *best_commands(study, found)):
             stdout.print(line, markup=False, soft_wrap=True)  # so that commands can be copied
     if save_path is not None:
-        save(json.dumps(plan_json(study, found), indent=2), save_path)
+        save_json(plan_json(study, found), save_path)
         report(f"written: {save_path}")
     if plot is not None:
         draw(study, found, plot)
@@ -260,9 +254,9 @@ def plan_command(
 
 @plan_command.command("profile")
 @node_options
-@click.option("--hardware", required=True, type=click.Choice(list(DEVICES)), help="Of the node.")
-@click.option("--tp", type=click.IntRange(1, MOST_TP), help="Default: the smallest size that the model fits on.")
-@click.option("--save", "save_path", required=True, type=NewFile(), help="The profile.")
+@option("--hardware", required=True, type=click.Choice(list(DEVICES)), help="Of the node.")
+@option("--tp", type=click.IntRange(1, MOST_TP), help="Default: the smallest size that the model fits on.")
+@option("--save", "save_path", required=True, type=NewFile(), help="The profile.")
 def profile_command(hardware: str, tp: int | None, save_path: Path, **flags: Any) -> None:
     """Write the profile of one node, worked out from the hardware's data sheet, for `splitserve simulate --profile`."""
     from splitserve_bench.plan.nodes import machines_of
@@ -273,13 +267,16 @@ def profile_command(hardware: str, tp: int | None, save_path: Path, **flags: Any
     report(f"written: {save_path}, of {kind.hardware} TP {kind.tp}")
 
 
-def _run(study: "Study", race: "Race", asked: "Asked", jobs: int) -> None:
-    """Raises BenchError."""
+def _run(study: "Study", race: "Race", options: "PlanOptions", jobs: int) -> None:
+    """Run the probes of the race on `jobs` processes, and show their progress.
+
+    Raises BenchError when a process fails.
+    """
     from splitserve_bench.plan.race import Progress
     from splitserve_bench.plan.search import run_race
 
     began_s = perf_counter()
-    progress = Progress(race, study.plans, asked.cells, began_s)
+    progress = Progress(race, study.plans, options.cells, began_s)
     with counting(f"Planning, {len(study.plans)} plans") as show:
 
         def tell() -> None:
@@ -287,17 +284,16 @@ def _run(study: "Study", race: "Race", asked: "Asked", jobs: int) -> None:
             if stderr.is_terminal or is_news or progress.num_played % EVERY == 0:
                 show(*progress.counts, progress.line(now))
 
-        run_to_end(run_race(race, asked, min(jobs, len(study.plans)), tell))
+        run_to_end(run_race(race, options, min(jobs, len(study.plans)), tell))
     report(f"{progress.num_played} simulations of {len(study.plans)} plans in {perf_counter() - began_s:.0f} s")
 
 
-def _num_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def plan_options_of(flags: dict[str, Any]) -> "PlanOptions":
+    """Return the search that the flags ask for.
 
-
-def asked_of(flags: dict[str, Any]) -> "Asked":
-    """Return what the flags ask for. Raises click.UsageError and SettingsError for those that contradict each other."""
-    from splitserve_bench.plan.candidates import DEVICE, Asked
+    Raises UsageError and SettingsError for flags that contradict each other.
+    """
+    from splitserve_bench.plan.candidates import DEVICE, PlanOptions
 
     gpus, per_host = flags["gpus"], flags["gpus_per_host"]
     if gpus is None:
@@ -307,8 +303,8 @@ def asked_of(flags: dict[str, Any]) -> "Asked":
         raise click.UsageError(f"--cells {cells}: {gpus} devices cannot be divided evenly into so many")
     check_dataset(flags["dataset_name"], flags["dataset_path"], flags["length_scale"])
     check_burstiness(flags["dataset_name"], flags["burstiness"])
-    load = AskedLoad(dataset_path=flags["dataset_path"] or "", **{name: flags[name] for name in LOAD_FLAGS})
-    return Asked(
+    load = LoadOptions(dataset_path=flags["dataset_path"] or "", **{name: flags[name] for name in LOAD_FLAGS})
+    return PlanOptions(
         _nodes_of(flags),
         load,
         cells=cells,
@@ -317,13 +313,13 @@ def asked_of(flags: dict[str, Any]) -> "Asked":
     )
 
 
-def _nodes_of(flags: dict[str, Any]) -> "AskedNodes":
-    """Without some of the flags: of one node alone, which has no price and nobody to send to."""
-    from splitserve_bench.plan.nodes import AskedNodes
+def _nodes_of(flags: dict[str, Any]) -> "NodeOptions":
+    """Return the flags of nodes. Those of prices, roles and hosts may be missing, for the profile of one node."""
+    from splitserve_bench.plan.nodes import NodeOptions
 
     own = flags["hardware"] or ()
     prefill, decode = (tuple(flags.get(f"{role}_hardware") or own) for role in ("prefill", "decode"))
-    return AskedNodes(
+    return NodeOptions(
         model=flags["model"] or "",
         profiles=flags.get("profiles", ()),
         prefill_hardware=prefill,

@@ -1,5 +1,7 @@
-"""A plan under a load: the fleet of the simulator, with hosts and links within and between them, and clients that judge
-each request that counts as soon as its limits do."""
+"""Simulate a plan under a load: nodes on hosts, links within and between them, and clients that judge their requests.
+
+Each request that counts is judged as soon as its limits have decided, so that a simulation can end early.
+"""
 
 import math
 from collections import Counter
@@ -26,7 +28,10 @@ TIMEOUT_S: Final = 600.0
 
 @dataclass(slots=True, eq=False)
 class Judged:
-    """One request. Its times are those of its client; is_good is None until its limits have decided."""
+    """One request and its times as its client sees them. `is_good` is None until its limits have decided.
+
+    `is_seen`: its times are known, or nearly.
+    """
 
     index: int
     planned: PlannedRequest
@@ -39,11 +44,12 @@ class Judged:
 
     @property
     def ttft_s(self) -> float:
+        """Return the seconds from sending to the first token; infinite when none has come."""
         return self.first_s - self.planned.send_at_s
 
     @property
     def tpot_s(self) -> float | None:
-        """None for an answer of one token; infinite while tokens are missing."""
+        """Return the mean seconds between tokens; None for an output of one token, infinite while some are missing."""
         if self.planned.output_tokens < 2:
             return None
         return (self.last_s - self.first_s) / (self.planned.output_tokens - 1) if self.last_s < math.inf else math.inf
@@ -51,12 +57,13 @@ class Judged:
 
 @dataclass(slots=True)
 class JudgingClients:
-    """The requests from num_before on count, num_counted of them; those before fill the fleet, those after keep it
-    full.
+    """Send all planned requests, and judge the `num_counted` of them that follow the first `num_before`.
 
-    It is over when each that counts is decided or has enough_tokens: who goes on then is judged as if it went on like
-    that. It is over early when of num_counted requests in a row more than most_missed are missed. These may be ones
-    that fill the fleet: an idle fleet is the best that a request can meet, so those that count would fare no better.
+    Those before fill the fleet with work, those after keep it full. `is_over` is set when each that counts is decided
+    or has `enough_tokens` tokens. It is set early, with `is_early`, when of num_counted requests in a row more than
+    `most_missed` have missed a limit. These may be ones that fill the fleet: no request meets a fleet with less work
+    than the first, so those that count would fare no better. `judged` are the requests that the figures are of, in the
+    order of sending.
     """
 
     agenda: Agenda
@@ -76,7 +83,7 @@ class JudgingClients:
     _live: dict[str, Judged] = field(default_factory=dict)
 
     def start(self, server: Server) -> None:
-        """Send each request at its planned time."""
+        """Plan the sending of each request to this coordinator, at its time."""
         num_judged = self.num_before + self.num_counted
         for index, planned in enumerate(self.planned):
             judged = Judged(index, planned)
@@ -102,7 +109,7 @@ class JudgingClients:
         self.agenda.at(arrives_s, submit)
 
     def _watch(self, judged: Judged) -> None:
-        """Whoever has no first token by its limit has missed it."""
+        """Plan to count a request as missed when it has no first token by its limit."""
         if (limit_s := self.limits.ttft_s) is not None:
             self.agenda.at(
                 judged.planned.send_at_s + limit_s,
@@ -112,7 +119,7 @@ class JudgingClients:
     # ---- what comes ----
 
     def arrived(self, request_id: str, tokens: Sequence[fleet_pb2.SampledToken], moment_s: float) -> None:
-        """The next tokens of an answer left the coordinator at this moment."""
+        """Record tokens of an output, which left the coordinator at this moment."""
         judged = self._live[request_id]
         is_first, now = not judged.num_tokens, moment_s + self.api_server_s / 2
         judged.num_tokens += len(tokens)
@@ -133,7 +140,7 @@ class JudgingClients:
             self.agenda.at(last_s, lambda: self._late(judged, "TPOT") if judged.last_s > last_s else None)
 
     def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
-        """The end of an answer has left the coordinator."""
+        """Record the end of a request: complete, or refused or failed for a RequestError."""
         judged = self._live.pop(request_id)
         if isinstance(outcome, RequestError):
             self._late(judged, "refused or failed")
@@ -160,15 +167,17 @@ class JudgingClients:
                 self.judged = self._all[first : first + self.num_counted]
 
     def _see(self, judged: Judged) -> None:
-        """Enough is known of it."""
+        """Note that enough is known of a request, and end when that is so of all that count."""
         if not judged.is_seen:
             judged.is_seen = True
             self._num_seen += self.num_before <= judged.index < self.num_before + self.num_counted
             self.is_over = self.is_over or self._num_seen == self.num_counted
 
     def close(self) -> None:
-        """Judges the rest, by the tokens that have come; the next one of each counts as if it came now, as some of the
-        time is its own."""
+        """Judge the requests that are still undecided, as if each went on at the pace of its tokens so far.
+
+        Each one's next token counts as if it came now, as some of the time has passed for it already.
+        """
         now, limit_s, whole_s = self.agenda.now + self.api_server_s / 2, self.limits.tpot_s, self.limits.e2el_s
         for judged in self.judged:
             if judged.last_s == math.inf and judged.num_tokens:
@@ -189,8 +198,11 @@ ROLES: Final = (PREFILL, DECODE, MIXED)
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What became of the requests that count. num_good are the most that can be, when the simulation ended early:
-    is_early. Times are those of each, infinite where it had none by the end."""
+    """What became of the requests that count, at one rate.
+
+    When the simulation ended early (`is_early`), num_good is an upper bound. Times are infinite for requests that had
+    none by the end. `missed` counts requests by the limit that they missed.
+    """
 
     rate: float
     num_good: int
@@ -203,13 +215,14 @@ class Played:
 
 
 class LinkedTransfers(Transfers):
-    """Between nodes on hosts: as fast as the slower of both ends sends there."""
+    """KV transfers between nodes on hosts, each as fast as the slower of its nodes sends within or between hosts."""
 
     def __init__(self, agenda: Agenda, plan: Plan) -> None:
         super().__init__(agenda, plan.pools[0].kind.sizes)
         self._placed = {placed.name: placed for placed in plan.placed()}
 
     def bytes_s(self, sender: End, receiver: End, num_bytes: int) -> float:
+        """Return the seconds that so many bytes take from one node to the other."""
         ends = self._placed[sender.name], self._placed[receiver.name]
         is_near = ends[0].host == ends[1].host
         kinds = [end.kind for end in ends]
@@ -228,8 +241,13 @@ def play(
     api_server_s: float,
     attainment: float,
 ) -> Played:
-    """The same arguments give the same figures. It ends early when so many have missed that all seeds of this rate
-    together do not have that attainment, whatever the others find."""
+    """Simulate the plan under these requests until those that count are judged, and return what became of them.
+
+    `num_before` requests come first and do not count, then `num_counted` that do. `rate` is for the result alone;
+    `api_server_s` are the seconds from a client to the coordinator and back together. It ends early when so many have
+    missed their limits that the share of good requests over MOST_SEEDS probes must be below `attainment`. The same
+    arguments give the same result.
+    """
     most_missed = round(MOST_SEEDS * (1 - attainment) * num_counted)
     clients = JudgingClients(
         Agenda(), planned, limits, api_server_s, num_before, num_counted, most_missed, ENOUGH_TOKENS
@@ -241,7 +259,7 @@ def play(
 
 
 def run_clients(plan: Plan, clients: JudgingClients) -> None:
-    """Simulate the plan until the clients have what they want."""
+    """Simulate the plan until the clients are over."""
     agenda, sizes = clients.agenda, plan.pools[0].kind.sizes
     settings = CoordinatorSettings(max_num_queued_reqs=MOST_IN_FLIGHT)
     transfers = LinkedTransfers(agenda, plan)
@@ -268,5 +286,5 @@ def _played(clients: JudgingClients, rate: float) -> Played:
 
 
 def percentile(values: Sequence[float]) -> float:
-    """The least value that nine in ten do not exceed: infinite where less than nine in ten are finite."""
+    """Return the least value that nine in ten do not exceed: infinite when fewer are finite, 0 without values."""
     return sorted(values)[math.ceil(PERCENTILE * len(values)) - 1] if values else 0.0

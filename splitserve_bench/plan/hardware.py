@@ -1,4 +1,4 @@
-"""What accelerators and links do at best, what they cost, and what steps take on them by that.
+"""Tell what accelerators and links do at best and cost, and work out from that what steps take on them.
 
 The figures are of data sheets: FLOP/s are dense 16-bit products, bandwidths are of one direction, watts are the board's
 limit. Dollars are what renting a device for an hour costs: H100 and A100 as Splitwise reckons (table V of arXiv
@@ -17,17 +17,18 @@ Steps follow the roofline of Williams et al., with efficiencies that are written
     elsewhere    no step is over before it has read the layers that are not in memory, meanwhile
     quantized    on CPUs, whose kernels compute with such weights, a step reads them as they are, at the rate of 16-bit
                  products; on others they are made whole first: read, written and read again
-    stages       answers pass one stage after the other. Chunks pass in m micro-batches as the engine cuts them, of
-                 which stages compute several at once: with p stages (m + p - 1) / p times what one of them takes on all
-                 layers. A hop is a message from each stage to the next, of two vectors a token (what goes on, and what
-                 is still to be added), and of the logits back to the first rank; it is not hidden behind anything
+    stages       decoding requests pass one stage after the other. Chunks pass in m micro-batches as the engine cuts
+                 them, of which stages compute several at once: with p stages (m + p - 1) / p times what one of them
+                 takes on all layers. A hop is a message from each stage to the next, of two vectors a token (what goes
+                 on, and what is still to be added), and of the logits back to the first rank; nothing hides it
 
 With n ranks, each has an nth of the weights and of the query heads, and the KV heads that belong to them. No figure
 here was fitted to a published table:
+
 - PRODUCTS: what a good engine reaches on prompts of 1,000 tokens and more is 50 to 65 % (of H100 and H200); large
   products alone reach 80 %.
 - ATTENTION: 35 to 75 % are published for kernels of this kind, by head size and length.
-- MEMORY: gpt-fast and torchao reach 69 to 70 % of an A100's bandwidth with one answer of an 8B model.
+- MEMORY: gpt-fast and torchao reach 69 to 70 % of an A100's bandwidth with one request to an 8B model.
 - LAYER_S: with that, 20 µs a layer make the 7.2 to 7.4 ms a token that SGLang and vLLM take for Qwen3-8B on one H100.
 """
 
@@ -54,7 +55,7 @@ NVLINK_LATENCY_S: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator. `link` is what usually joins those of a host."""
+    """One accelerator: its rates, memory, price and power. `link` is what usually joins the devices of a host."""
 
     name: str
     flops: float
@@ -70,7 +71,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one device sends by, while nobody else of its host uses it."""
+    """What one device sends by to another: bytes a second while no other device of its host uses it."""
 
     name: str
     bytes_per_s: float
@@ -97,12 +98,15 @@ LINK_NAMES: Final = (NVLINK, *LINKS)
 
 
 def device_of(name: str) -> Device | None:
-    """Return the device that a profile or a flag names (h100, h100-80gb or H100), or None for an unknown device."""
+    """Return the device that a profile or a flag names (h100, h100-80gb or H100); None for an unknown device."""
     return DEVICES.get(name.lower().split("-")[0])
 
 
 def link_of(name: str, device: Device) -> Link:
-    """Return the link of that name between devices like this one. Raises SettingsError."""
+    """Return the link of this name between devices of this kind.
+
+    Raises SettingsError for NVLink on a device without it.
+    """
     if name != NVLINK:
         return LINKS[name]
     if not device.nvlink_bytes_per_s:
@@ -113,8 +117,10 @@ def link_of(name: str, device: Device) -> Link:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Steps of a model on `pp` stages of `tp` devices of a kind each, joined by a link. Each figure is of one rank; the
-    slowest counts."""
+    """The times of a model's steps on `pp` stages of `tp` devices of one kind each, joined by a link.
+
+    Each time is that of the slowest rank.
+    """
 
     model: "ModelSizes"
     device: Device
@@ -124,14 +130,14 @@ class Roofline:
     elsewhere_bytes: int = 0  # of the weights of one rank of each stage together
 
     def answers_s(self, num_sequences: float, context_tokens: float) -> float:
-        """Return the seconds of a token for each of so many answers, with so many tokens before it."""
+        """Return the seconds of a decode step of `num_sequences` requests with `context_tokens` tokens before each."""
         num_cached = num_sequences * context_tokens
         attention_s = self._attention_s(num_cached, num_cached)
         computed_s = max(self._elsewhere_s, self._products_s(num_sequences, num_sequences) + attention_s)
         return computed_s + self._hops_s(num_sequences, num_sequences)
 
     def chunk_s(self, num_tokens: float, before_tokens: float) -> float:
-        """Return the seconds of a chunk of a prompt, with so many tokens before it."""
+        """Return the seconds of a step with `num_tokens` tokens of a prompt, which has `before_tokens` before them."""
         num_parts = num_micro_batches(int(num_tokens), self.pp) if self.pp > 1 else 1
         part_tokens = num_tokens / num_parts
         before_part = before_tokens + (num_tokens - part_tokens) / 2  # on average
@@ -153,18 +159,18 @@ class Roofline:
         return body_s + head_s + self._collectives_s(num_tokens) + LAYER_S * model.num_layers
 
     def _moved_bytes(self, weight_bytes: float) -> float:
-        """Return the bytes that a step moves for each weight that takes so many."""
+        """Return the bytes that a step reads and writes for each weight that takes `weight_bytes` bytes."""
         if not self.model.is_quantized or self.device.multiplies_quantized:
             return weight_bytes
         return weight_bytes + 2 * self.model.dtype_bytes
 
     def _bound_s(self, flops: float, num_bytes: float) -> float:
-        """Return the seconds of what is divided over all ranks."""
+        """Return the seconds of operations and memory reads that are divided over all ranks: the longer of the two."""
         flops_per_s, bytes_per_s = self.device.flops * PRODUCTS, self.device.bytes_per_s * MEMORY
         return max(flops / flops_per_s, num_bytes / bytes_per_s) / self.tp
 
     def _attention_s(self, num_pairs: float, num_read: float) -> float:
-        """Return the seconds of so many pairs of query and key, with the KV of so many tokens read."""
+        """Return the seconds of attention over so many pairs of query and key, which reads KV of `num_read` tokens."""
         model = self.model
         heads = -(-model.num_heads // self.tp)
         flops = 4 * heads * model.head_dim * model.num_layers * num_pairs
@@ -172,7 +178,7 @@ class Roofline:
         return max(flops / (self.device.flops * ATTENTION), num_bytes / (self.device.bytes_per_s * MEMORY))
 
     def _collectives_s(self, num_tokens: float) -> float:
-        """Return the seconds of a step's rings, two a layer."""
+        """Return the seconds of a step's ring all-reduces, two a layer."""
         if self.tp == 1:
             return 0.0
         num_bytes, hops = num_tokens * self.model.hidden_size * self.model.dtype_bytes, 2 * (self.tp - 1)

@@ -1,25 +1,19 @@
-"""The loads of a search: the same requests for every plan, at whatever rate. A trace begins again when it ends."""
+"""Make the loads of a search: the same requests for every plan, at any rate. A trace begins again when it ends."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Final
 
 from splitserve_bench.serve.arrivals import send_times_s
-from splitserve_bench.serve.command import AZURE, RANDOM
+from splitserve_bench.serve.command import dataset_of
 from splitserve_bench.serve.datasets import (
     Shape,
     TracedRequest,
     at_rate,
     clipped_words,
     fit,
-    longer_share,
     plan,
-    random_load,
-    read_azure_trace,
-    read_mooncake_trace,
-    trace_load,
 )
 from splitserve_bench.serve.records import PlannedRequest
 
@@ -30,7 +24,7 @@ OTHER_PROMPT: Final = 2**40  # added to a trace's hash ids each time that it beg
 
 
 @dataclass(frozen=True, slots=True)
-class AskedLoad:
+class LoadOptions:
     """The flags of a load, as plain values that JSON can carry to the processes that simulate."""
 
     dataset_name: str
@@ -45,7 +39,7 @@ class AskedLoad:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of a data set."""
+    """The lengths of a data set's requests, in tokens."""
 
     mean_input_tokens: float
     mean_output_tokens: float
@@ -53,12 +47,14 @@ class Lengths:
 
 
 class Loads:
-    """What is drawn for one seed is kept: all rates and plans have the same requests."""
+    """Make loads. What is drawn for one seed is kept, so that all rates and plans have the same requests."""
 
-    def __init__(self, asked: AskedLoad, vocab_size: int, max_model_len: int) -> None:
-        """Raises BenchError for a trace that cannot be used."""
-        self._asked, self._vocab_size, self._max_model_len = asked, vocab_size, max_model_len
-        self._traced = _traced(asked)
+    def __init__(self, options: LoadOptions, vocab_size: int, max_model_len: int) -> None:
+        """Read the trace, if there is one. Raises BenchError when it cannot be used."""
+        from splitserve_bench.serve.workload import Source  # reads tokenizers too, unlike help
+
+        self._options, self._max_model_len = options, max_model_len
+        self._source = Source(dataset_of(asdict(options)), vocab_size, None, MOST_TRACED)
         self._shapes: dict[int, list[Shape]] = {}
         self._rngs: dict[int, Random] = {}  # of the next random shapes
 
@@ -70,49 +66,46 @@ class Loads:
         return plan(self._drawn(num_requests, seed), self._times_s(rate, num_requests, seed))
 
     def lengths(self) -> Lengths:
+        """Return the lengths of the data set's requests, from the first SAMPLE of them."""
         shapes = self._drawn(SAMPLE, 0)
         longest = max(len(each.prompt) + each.output_tokens for each in shapes)
         inputs, outputs = sum(len(each.prompt) for each in shapes), sum(each.output_tokens for each in shapes)
         return Lengths(inputs / len(shapes), outputs / len(shapes), longest)
 
     def clipped(self) -> str:
-        """How many of the data set's requests are longer than the model takes, and so clipped, in words; "" of none."""
-        lengths = [each.input_tokens + each.output_tokens for each in self._traced]
-        lengths = lengths or [len(each.prompt) + each.output_tokens for each in self._random(SAMPLE, self._rng(0))]
-        return clipped_words(longer_share(lengths, self._max_model_len), self._max_model_len)
+        """Return in words how many requests of the data set are too long for the model and so clipped; "" for none."""
+        share = self._source.clipped_share(self._max_model_len, SAMPLE, self._rng(0))
+        return clipped_words(share, self._max_model_len)
 
     def _drawn(self, num_requests: int, seed: int) -> list[Shape]:
-        """The first requests of a seed; those that were not drawn before are now."""
+        """Return the first requests of a seed, and draw those that were not drawn before."""
         shapes = self._shapes.setdefault(seed, [])
         first, num_missing = len(shapes), num_requests - len(shapes)
         if num_missing > 0:
-            if self._traced:
+            if self._source.traced:
                 traced = self._stretch(first, num_missing, seed)
-                new = trace_load(traced, self._vocab_size, self._asked.seed + seed, first)
+                new = self._source.replayed(traced, self._options.seed + seed, first)
             else:
-                new = self._random(num_missing, self._rngs.setdefault(seed, self._rng(seed)))
+                new = self._source.drawn(num_missing, self._rngs.setdefault(seed, self._rng(seed)))
             shapes += fit(new, self._max_model_len).shapes
         return shapes[:num_requests]
 
     def _rng(self, seed: int) -> Random:
-        return Random(f"{self._asked.seed} {seed} shapes")
-
-    def _random(self, num_requests: int, rng: Random) -> list[Shape]:
-        asked = self._asked
-        lengths = (asked.random_input_len, asked.random_output_len, asked.random_range_ratio)
-        return random_load(num_requests, *lengths, self._vocab_size, rng)
+        return Random(f"{self._options.seed} {seed} shapes")
 
     def _times_s(self, rate: float, num_requests: int, seed: int) -> list[float]:
-        if self._traced:
+        if self._source.traced:
             return [each.at_s for each in at_rate(self._stretch(0, num_requests, seed), rate)]
-        rng = Random(f"{self._asked.seed} {seed} arrivals")
-        return send_times_s(num_requests, rate, self._asked.burstiness, rng)
+        rng = Random(f"{self._options.seed} {seed} arrivals")
+        return send_times_s(num_requests, rate, self._options.burstiness, rng)
 
     def _stretch(self, first: int, num_requests: int, seed: int) -> Sequence[TracedRequest]:
-        """So many from the first on of those that begin at a place which the seed chooses; after the last request of
-        the trace comes its first, a mean gap later."""
-        traced = self._traced
-        start = first + Random(f"{self._asked.seed} {seed} stretch").randrange(len(traced))
+        """Return requests of the trace, from number `first` on after a place that the seed chooses.
+
+        After the last request of the trace comes its first, a mean gap later and with other prompts.
+        """
+        traced = self._source.traced
+        start = first + Random(f"{self._options.seed} {seed} stretch").randrange(len(traced))
         span_s = traced[-1].at_s - traced[0].at_s
         round_s = span_s * len(traced) / max(1, len(traced) - 1)
         requests = []
@@ -122,10 +115,3 @@ class Loads:
             ids = tuple(hash_id + turn * OTHER_PROMPT for hash_id in each.hash_ids)
             requests.append(replace(each, at_s=each.at_s + turn * round_s, hash_ids=ids))
         return requests
-
-
-def _traced(asked: AskedLoad) -> list[TracedRequest]:
-    if asked.dataset_name == RANDOM:
-        return []
-    read = read_azure_trace if asked.dataset_name == AZURE else read_mooncake_trace
-    return read(Path(asked.dataset_path), length_scale=asked.length_scale, limit=MOST_TRACED)

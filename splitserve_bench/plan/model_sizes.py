@@ -1,4 +1,4 @@
-"""The sizes of a model that decide what it costs, as the config.json of its folder has them."""
+"""Read the sizes of a model that decide its costs from the config.json of its folder."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,10 @@ GROUP_BITS: Final = (32 + 8) / GROUP_SIZE_4_BIT  # of each weight of 4 bits, for
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """One decoder. Norms and biases, less than a thousandth of the weights, are left out. Experts are in the place of
-    the feed-forward, but in the dense layers that they name."""
+    """The sizes of one decoder. Norms and biases, less than a thousandth of the weights, are left out.
+
+    Experts replace the feed-forward in all layers but the dense ones that they name.
+    """
 
     name: str
     num_layers: int
@@ -36,20 +38,22 @@ class ModelSizes:
     kv_cache_dtype: str = "auto"
 
     def stored_as(self, quantization: str, kv_cache_dtype: str) -> "ModelSizes":
-        """The same, as nodes with these flags hold it."""
+        """Return the sizes of the same model as nodes with these two flags hold it."""
         return replace(self, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
 
     @property
     def dtype_bytes(self) -> int:
+        """Return the bytes of a value of the model's own dtype."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def is_quantized(self) -> bool:
+        """Return whether nodes quantize the weights."""
         return self.quantization != "none"
 
     @property
     def body_weight_bytes(self) -> float:
-        """Of a weight of a layer."""
+        """Return the bytes of one weight of a layer."""
         if not self.is_quantized:
             return self.dtype_bytes
         bits = WEIGHT_BITS[self.quantization]
@@ -57,31 +61,31 @@ class ModelSizes:
 
     @property
     def head_weight_bytes(self) -> float:
-        """Of a weight of the head."""
+        """Return the bytes of one weight of the head."""
         return HEAD_BITS / 8 if self.is_quantized else self.dtype_bytes
 
     @property
     def embedding_weight_bytes(self) -> float:
-        """Of a weight of the embedding."""
+        """Return the bytes of one weight of the embedding."""
         return self.head_weight_bytes if self.is_tied else self.dtype_bytes
 
     @property
     def body_weights(self) -> int:
-        """Of all layers."""
+        """Return the number of weights of all layers."""
         return self._body(1.0)
 
     @property
     def active_weights(self) -> int:
-        """Of all layers, those that a token is multiplied with."""
+        """Return the number of weights of all layers that one token is multiplied with."""
         experts = self.experts
         return self._body(1.0 if experts is None else experts.num_chosen / experts.num_experts)
 
     def read_weights(self, num_tokens: float) -> int:
-        """Of all layers, those that a step of so many tokens reads."""
+        """Return the number of weights of all layers that a step of `num_tokens` tokens reads."""
         return self._body(1.0 if self.experts is None else self.experts.share_taken(num_tokens))
 
     def _body(self, share_of_experts: float) -> int:
-        """Of all layers, with so much of their experts where they have some."""
+        """Return the number of weights of all layers, with this share of their experts."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         dense, num_dense, mixture = MLP_PRODUCTS * self.intermediate_size, self.num_layers, 0
         if (experts := self.experts) is not None:
@@ -93,26 +97,27 @@ class ModelSizes:
 
     @property
     def head_weights(self) -> int:
+        """Return the number of weights of the head."""
         return self.vocab_size * self.hidden_size
 
     @property
     def weight_bytes(self) -> int:
-        """Of all weights together."""
+        """Return the bytes of all weights."""
         of_ends = self.embedding_weight_bytes + (0 if self.is_tied else self.head_weight_bytes)
         return int(self.body_weights * self.body_weight_bytes + self.head_weights * of_ends)
 
     def layout(self, block_size: int) -> KVLayout:
-        """The whole model's KV cache."""
+        """Return the layout of the whole model's KV, in blocks of `block_size` tokens."""
         dtype = self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
         return KVLayout.uniform(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
 
     def rank_block_bytes(self, block_size: int, tp: int, pp: int = 1) -> int:
-        """KV of a block on the rank that holds most of it, of pp stages of tp ranks."""
+        """Return the bytes of one KV block on the rank that holds most of it, of `pp` stages of `tp` ranks."""
         of_all_layers = self.layout(block_size).with_heads(most_kv_heads(tp, self.num_kv_heads)).block_bytes
         return of_all_layers // self.num_layers * self.stage_layers(pp)
 
     def rank_token_bytes(self, tp: int, pp: int = 1) -> float:
-        """The same of a token, in blocks as long as nodes have them by default."""
+        """Return the bytes of one token's KV on the rank that holds most of it, in blocks of the default size."""
         block_size = EngineSettings().block_size
         return self.rank_block_bytes(block_size, tp, pp) / block_size
 
@@ -127,16 +132,19 @@ class ModelSizes:
         return int(body * self.body_weight_bytes + self.head_weights * self.embedding_weight_bytes) // tp
 
     def rank_layer_bytes(self, tp: int) -> int:
-        """Weights of a layer on a rank, on average."""
+        """Return the bytes of a layer's weights on one of `tp` ranks, on average."""
         return int(self.body_weights * self.body_weight_bytes) // (self.num_layers * tp)
 
     def stage_layers(self, pp: int) -> int:
-        """Layers of the deepest of so many stages."""
+        """Return the number of layers of the deepest of `pp` stages."""
         return -(-self.num_layers // pp)
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:
-    """Raises ModelError."""
+    """Return the sizes of the model in a folder.
+
+    Raises ModelError when its config.json cannot be read, or its KV is latent.
+    """
     config = read_model_config(folder)
     if config.has_latent_kv:
         raise ModelError(f"{config.architecture} has latent KV, and what attention over it costs is not known here")

@@ -1,19 +1,18 @@
-"""Which plan is probed next, so that all are known roughly soon, and then the best two well. Pure.
+"""Choose which plan is probed next, so that all are known roughly soon, and then the best two well. Pure.
 
-Each plan has two searches for its knee (compare/search.py):
+Each plan has two searches for its knee, the highest rate at which enough requests are good (compare/search.py):
 
 1. The survey, by quick probes, until a rate passes and STEP times as much fails. A plan is probed first at the rate
    with which it would equal what the second best has reached, and left alone when it fails STEP below that too.
 2. The race, by whole probes, of the plans that the survey leaves, until the best two are known well. A plan is probed
-   first where the survey says that it is, once others have reached something at what the second best has reached; who
-   fails there is left alone, as is any that surely does not reach it.
+   first where the survey found its knee, once others have reached something at what the second best has reached; a
+   plan that fails there is left alone, as is any that surely does not reach it.
 
-More would be known of the others, but nothing that decides. In both come first those that promise most.
+Probing the others more would decide nothing. In both stages the plans that promise most come first.
 
 Near the knee the log odds of a good request fall about straight with the log of the rate. A line through the probes
 (weighted by the independent requests that each stands for) crosses the goal at the knee; the interval is Fieller's, of
-all rates at which the line may cross it. So each probe says something of the knee, wherever it is, while those of two
-rates alone would have to be told apart from the goal.
+all rates at which the line may cross it. So each probe adds to what is known of the knee, wherever it is.
 """
 
 import math
@@ -36,24 +35,28 @@ FAR: Final = 1.3  # a rate that is so many times off the bracket says nothing of
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """Where attainment crosses the goal; ends are None where no probe says so."""
+    """The rate at which attainment crosses the goal, and its 95 % interval; None for an end that no probe shows."""
 
     rate: float
     low: float | None
     high: float | None
 
     def is_within(self, tolerance: float) -> bool:
-        """Return whether the interval ends so close to the rate on either side, as a share of it."""
+        """Return whether both ends of the interval are known and within this share of the rate."""
         factor = 1 + tolerance
         return bool(self.low and self.high and self.high <= self.rate * factor and self.low * factor >= self.rate)
 
 
 class KneeSearch(RateSearch):
-    """Brackets the knee as RateSearch does, and narrows the bracket to the tolerance about the place where the line
-    crosses the goal; then probes go on near there until the line's interval is as narrow on either side. Neither alone
-    would do: an attainment that falls off a cliff is no line, and a bracket may be one by chance."""
+    """Search the knee by a bracket, as RateSearch does, and by a line through all probes.
+
+    The bracket is narrowed to the tolerance about the place where the line crosses the goal; then probes follow near
+    there until the line's interval is as narrow on either side. Neither alone would do: an attainment that falls off a
+    cliff is no line, and a bracket may be one by chance.
+    """
 
     def next_probe(self) -> Probe | None:
+        """Return the probe to run next; None when the search is over."""
         found, knee = super().next_probe(), self._knee()
         best, failing = bracket(self.curve(), self._goal.attainment)
         if knee is None or best is None or failing is None or self._num_probes >= self._goal.max_probes:
@@ -63,6 +66,7 @@ class KneeSearch(RateSearch):
         return None if knee.is_within(self._goal.tolerance) else self._near(knee.rate)
 
     def result(self) -> SearchResult:
+        """Return what is known now, with the knee's interval by the line where there is one."""
         found, knee = super().result(), self._knee()
         if knee is None:
             return found
@@ -79,13 +83,13 @@ class KneeSearch(RateSearch):
         return knee_of(self.curve(), self._goal.attainment)
 
     def _between(self, low: float, high: float, knee: float) -> float:
-        """A rate on that side of the knee on which the bracket is wider; half way where the line has none."""
+        """Return a rate on the side of the knee where the bracket is wider; half way when the line leaves no room."""
         side = self._goal.tolerance / 2.5
         rate = knee * (1 + side) if high / knee > knee / low else knee / (1 + side)
         return rate if low * (1 + side / 2) < rate < high / (1 + side / 2) else math.sqrt(low * high)
 
     def _near(self, rate: float) -> Probe:
-        """At a rate that was probed, if there is one close by, so that its requests are many."""
+        """Return a probe of the closest probed rate, for more requests there; if none is close, of this one."""
         close = math.log1p(self._goal.tolerance / 2)
         known = min(self._counts, key=lambda each: abs(math.log(each / rate)))
         num_seeds = len(self._counts[known])
@@ -95,8 +99,10 @@ class KneeSearch(RateSearch):
 
 
 def knee_of(curve: Sequence[Counted], attainment: float) -> Knee | None:
-    """The knee by these counts, ascending by rate; None unless one rate passes and a higher one fails, on a line that
-    falls."""
+    """Return the knee by a line through these counts, ascending by rate.
+
+    None unless one rate passes, a higher one fails, and the line falls.
+    """
     best, failing = bracket(curve, attainment)
     if best is None or failing is None or attainment == 1:
         return None
@@ -119,7 +125,7 @@ def knee_of(curve: Sequence[Counted], attainment: float) -> Knee | None:
 
 
 def _line(places: Sequence[tuple[float, float, float]]) -> tuple[float, float, tuple[float, float, float]] | None:
-    """The log odds at 0 and their slope, with the variances of both and their covariance between; None of one rate."""
+    """Return the log odds at 0, their slope, and both variances with the covariance between; None of one rate."""
     places = [(x, (share * size + HALF) / (size + 2 * HALF), size + 2 * HALF) for x, share, size in places]
     start, slope = 0.0, 0.0
     for _ in range(ROUNDS):
@@ -139,7 +145,7 @@ def _line(places: Sequence[tuple[float, float, float]]) -> tuple[float, float, t
 
 
 def _fieller(start: float, slope: float, variance: tuple[float, float, float]) -> tuple[float | None, float | None]:
-    """Where a falling line may cross 0 with 95 % confidence."""
+    """Return the 95 % interval in which a falling line crosses 0; None for both ends when it may not fall."""
     of_start, both, of_slope = (Z * Z * each for each in variance)
     square, half, rest = slope * slope - of_slope, start * slope - both, start * start - of_start
     if square <= 0:
@@ -159,7 +165,11 @@ SURE: Final = 2  # probes that a knee takes beyond its bisection, about
 
 @dataclass(slots=True)
 class Runner:
-    """A plan in the race. `weight` is what its rates are divided by, `promise` its estimate, divided."""
+    """A plan in the race, with its search.
+
+    `weight` is what the objective divides its rates by, `promise` its estimated rate, divided by it; `survey` is its
+    state in the survey once that is over.
+    """
 
     goal: Goal
     weight: float
@@ -171,60 +181,64 @@ class Runner:
 
     @property
     def result(self) -> SearchResult:
+        """Return what its search has found."""
         return self.search.result()
 
     @property
     def reached(self) -> float:
-        """Its best so far, divided; 0 for nothing."""
+        """Return its best passed rate, divided by its weight; 0 when none has passed."""
         return (self.result.best_rate or 0.0) / self.weight
 
     @property
     def has_only_passed(self) -> bool:
-        """Return whether nothing but its promise says where it ends."""
+        """Return whether some rate has passed and none has failed, so that only its promise says where it ends."""
         return self.result.failing_rate is None and self.result.best_rate is not None
 
     @property
     def most(self) -> float:
-        """What it can still turn out to reach, divided; the promise until a probe has failed."""
+        """Return the highest rate it can still reach, divided by its weight: its promise until a probe fails."""
         above = self.result.knee_high or self.result.failing_rate
         return above / self.weight if above is not None else max(self.promise, self.reached)
 
     @property
     def ceiling(self) -> float:
-        """What the survey is sure that it does not reach, divided."""
+        """Return the rate that it surely does not reach by the survey, over its weight; infinite when not known."""
         high = self.survey.result.knee_high if self.survey is not None else None
         return high / self.weight if high is not None else math.inf
 
     @property
     def num_left(self) -> int:
-        """Probes that its knee takes from now on, about."""
+        """Return about how many probes its knee takes from now on."""
         low, high = self.result.best_rate, self.result.failing_rate
         ratio = high / low if low and high else self.goal.step**2
         return math.ceil(math.log2(max(1.0, math.log(ratio) / math.log1p(self.goal.tolerance)))) + SURE
 
     def begin(self, at_least: float) -> None:
-        """Before its first probe: what others have reached, divided."""
+        """Set its first rate to the one that equals `at_least`, what others have reached; 0 leaves its own."""
         if at_least:
             self.search = type(self.search)(replace(self.goal, first_rate=at_least * self.weight))
 
     def in_race(self, goal: Goal) -> "Runner":
-        """The same plan after the survey, which has a rate that passes."""
+        """Return the plan's runner in the race, with this goal. The survey must have found a rate that passes."""
         assert self.result.best_rate is not None
         goal = replace(goal, first_rate=self.result.best_rate, step=NEAR)
         return Runner(goal, self.weight, self.reached, KneeSearch(goal), survey=self)
 
 
 def surveyed(goal: Goal, weight: float, promise: float) -> Runner:
-    """A plan before the race."""
+    """Return the runner of a plan in the survey, with this goal, weight and promise."""
     goal = replace(goal, tolerance=STEP * (1 + SAME) - 1, step=STEP, max_probes=SURVEYED, most_seeds=1)
     return Runner(goal, weight, promise, RateSearch(goal))
 
 
 class Race:
-    """Ask for probes, as many at a time as there is room for, and record what they found."""
+    """Choose the probes of a search: take the next one as long as there is one, and record what each found."""
 
     def __init__(self, goals: Sequence[tuple[Goal, float, float]], *, leaders: int = LEADERS) -> None:
-        """For each plan what is searched for, its weight, and its promise. So many leaders are known well."""
+        """`goals` has for each plan what is searched for, its weight, and its promise.
+
+        The best `leaders` plans are to be known well.
+        """
         self._leaders = leaders
         self._goals = [goal for goal, _, _ in goals]
         self.runners = [surveyed(*each) for each in goals]
@@ -232,29 +246,32 @@ class Race:
 
     @property
     def most_ahead(self) -> int:
-        """Probes under way at a time: no more than there are leaders, until there is something to equal."""
+        """Return how many probes may run at a time: as many as leaders until these have passed a rate, then AHEAD."""
         return AHEAD if self._enough > 0 else min(AHEAD, self._leaders)
 
     @property
     def num_plans(self) -> int:
-        """In the survey, or in the race."""
+        """Return the number of plans in the current stage: the survey, or the race."""
         return sum(map(self._is_in, self.runners))
 
     def going_on(self) -> list[Runner]:
-        """Of these, those of which more is to be known, that promise most first."""
+        """Return the runners of plans that have a probe running or need another, those that promise most first."""
         waiting = [self.runners[index] for index in self._waiting()]
         going_on = [runner for runner in waiting if runner.search.next_probe() is not None]
         return [*(runner for runner in self.runners if runner.is_running), *going_on]
 
     @property
     def num_left(self) -> int:
-        """Probes that are still to come in the survey, or in the race, about."""
+        """Return about how many probes are still to come in the current stage."""
         leading = sorted(self.going_on(), key=lambda runner: -runner.most)
         num_alone = 0 if self.is_survey else self._leaders
         return sum(runner.num_left if place < num_alone else 1 for place, runner in enumerate(leading))
 
     def next(self) -> tuple[int, Probe] | None:
-        """Another probe of a plan that has none under way; None when there is none, as long as no other ends."""
+        """Return the number of a plan and its next probe, which counts as running from now on.
+
+        None when there is none before another probe ends, or at all. Begins the race when the survey is over.
+        """
         chosen = self._choose()
         if chosen is None and self.is_survey and not any(runner.is_running for runner in self.runners):
             self._end_survey()
@@ -262,7 +279,7 @@ class Race:
         return chosen
 
     def record(self, index: int, played: Played) -> None:
-        """Record the result of a probe."""
+        """Record what the running probe of plan number `index` found."""
         runner = self.runners[index]
         runner.is_running = False
         runner.played.append(played)
@@ -270,12 +287,12 @@ class Race:
 
     @property
     def _enough(self) -> float:
-        """What the last of the leaders has reached, divided."""
+        """Return what the last of the leaders has reached, divided by its weight; 0 when there are fewer."""
         reached = sorted((runner.reached for runner in self.runners if self._is_in(runner)), reverse=True)
         return reached[self._leaders - 1] if len(reached) >= self._leaders else 0.0
 
     def _waiting(self) -> list[int]:
-        """Plans that may still matter and have no probe under way, those that promise most first."""
+        """Return the numbers of plans that may still be among the best and have no probe running, best first."""
         enough = self._enough
         least = enough / STEP * (1 + SAME) if self.is_survey else enough
 
@@ -306,7 +323,7 @@ class Race:
         return None
 
     def _end_survey(self) -> None:
-        """Who has reached something, and may still be among the leaders, goes on."""
+        """Begin the race with the plans that reached something and may still be among the leaders."""
         least = self._enough / STEP
         self.runners = [
             runner.in_race(goal) if runner.reached > 0 and (runner.has_only_passed or runner.most > least) else runner
@@ -316,9 +333,11 @@ class Race:
 
 
 class Turns:
-    """The probes of a race in an order that is the same on any machine: as many are under way as the race has ahead,
-    whether or not there is a process for each, and what they found is recorded in the order in which they were asked
-    for."""
+    """The probes of a race in an order that is the same on any machine.
+
+    As many run at a time as the race allows, whether or not there is a process for each, and what they found is
+    recorded in the order in which they were chosen.
+    """
 
     def __init__(self, race: Race) -> None:
         self._race = race
@@ -328,11 +347,11 @@ class Turns:
         self._ask()
 
     def next(self) -> tuple[int, Probe] | None:
-        """Another probe for a process; None when there is none, as long as no other ends."""
+        """Return a plan's number and a probe for a free process; None when there is none before another probe ends."""
         return self._waiting.popleft() if self._waiting else None
 
     def record(self, index: int, played: Played) -> list[int]:
-        """Record the result of a probe, and return the plans of which the race knows more now."""
+        """Record what a probe of plan `index` found, and return the plans whose results the race has now taken."""
         self._played[index] = played
         recorded = []
         while self._under_way and self._under_way[0] in self._played:
@@ -354,7 +373,7 @@ LONGER: Final = 2.0  # a probe of the race than one of the survey, about
 
 @dataclass(slots=True)
 class Progress:
-    """Of a race between these plans, for cells of which there are so many."""
+    """The progress of a race between these plans, in words. Rates are shown for all `cells` together."""
 
     race: Race
     plans: tuple[Plan, ...]
@@ -366,7 +385,7 @@ class Progress:
     best: tuple[str, ...] = ()
 
     def played(self, now: float) -> bool:
-        """Record that a probe is over, and return whether other plans are best now."""
+        """Record that a probe has ended, and return whether other plans are the best ones now."""
         self.num_played += 1
         if self.is_survey and not self.race.is_survey:
             self.is_survey, self.began_s, self.num_before = False, now, self.num_played
@@ -375,11 +394,14 @@ class Progress:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return the number of plans that the survey or the race is done with, and the number of all plans."""
+        """Return the number of plans that the survey or the race is done with, and the number of all plans in it."""
         return self.race.num_plans - len(self.race.going_on()), self.race.num_plans
 
     def line(self, now: float) -> str:
-        """What is known."""
+        """Return in one line how many plans are done, which are best, and about how long it still takes.
+
+        `now` is in seconds.
+        """
         done, total = self.counts
         stage = "surveyed" if self.race.is_survey else "in the race decided"
         leading = [f"{self.plans[index]} {self._told(runner)}" for index, runner in self._leading()]
@@ -387,7 +409,7 @@ class Progress:
         return f"{done} of {total} plans {stage}; {best}; {self._left(now)}"
 
     def _leading(self) -> list[tuple[int, Runner]]:
-        """Those that are best by the race, or by the survey as long as none has reached anything in the race."""
+        """Return number and runner of the best plans: by the race, or by the survey until one passes in the race."""
         entered = [runner if self.race.is_survey or runner.survey else None for runner in self.race.runners]
         if not any(runner is not None and runner.reached for runner in entered):
             entered = [runner and (runner.survey or runner) for runner in entered]
@@ -395,14 +417,14 @@ class Progress:
         return sorted(known, key=lambda each: -each[1].reached)[:NAMED]
 
     def _told(self, runner: Runner) -> str:
-        """At which rates, of all cells, it is known to pass and to fail."""
+        """Return in words at which rate, of all cells, a plan passed, and at which it failed."""
         low, high = runner.result.best_rate, runner.result.failing_rate
         about = "" if runner.survey is not None else "about "  # quick probes find rather too much
         upto = f" to {plain(high * self.cells)}" if high else " or more"
         return f"at {about}{plain((low or 0.0) * self.cells)}{upto} req/s"
 
     def _left(self, now: float) -> str:
-        """By what the probes of the survey took, or those of the race."""
+        """Return in words about how long it still takes, by the mean time of the probes of this stage."""
         num_played = self.num_played - self.num_before
         if not num_played:
             return "time left not known"

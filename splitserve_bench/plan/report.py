@@ -1,5 +1,4 @@
-"""What a search found, best plan first: in words, as a table, as JSON and as a picture, with the commands that run the
-best plan."""
+"""Show what a search found, best plan first: in words, as a table, as JSON, as a picture, and as commands to run it."""
 
 import json
 import math
@@ -22,7 +21,7 @@ from splitserve_bench.compare.search import Counted, SearchResult, plain, settle
 from splitserve_bench.plan.candidates import OBJECTIVES, Placed, Plan
 from splitserve_bench.plan.fleets import Played, percentile
 from splitserve_bench.plan.hardware import CPU
-from splitserve_bench.plan.nodes import MEMORY, AskedNodes, NodeKind
+from splitserve_bench.plan.nodes import MEMORY, NodeKind, NodeOptions
 from splitserve_bench.plan.race import Race, Runner
 from splitserve_bench.plan.search import Study
 from splitserve_bench.serve.metrics import Limits
@@ -32,7 +31,11 @@ from splitserve_bench.simulate.profile import MEASURED
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is known of one plan. Rates are of a cell; times `scale` they are what the objective counts."""
+    """What is known of one plan. Rates are of one cell; times `scale` they are in units of the objective.
+
+    `played` are the probes that the result is of: of a plan that is not in the race, quick ones that failed; `quick`
+    are all probes of the survey.
+    """
 
     plan: Plan
     result: SearchResult
@@ -49,23 +52,26 @@ class Finding:
 
     @property
     def knee(self) -> tuple[float | None, float | None]:
-        """Between what values its knee surely is."""
+        """Return the 95 % interval of the knee, in units of the objective; None for an end that is not known."""
         low, high = self.result.knee_low, self.result.knee_high
         return low and low * self.scale, high and high * self.scale
 
     @property
     def num_probes(self) -> int:
-        """In the survey and in the race."""
+        """Return the number of probes in the survey and in the race."""
         return len(self.quick) + (len(self.played) if self.is_raced else 0)
 
     def at(self, rate: float | None) -> list[Played]:
-        """The probes of that rate."""
+        """Return the probes of a rate."""
         return [played for played in self.played if played.rate == rate]
 
 
 def findings_of(study: Study, race: Race) -> list[Finding]:
-    """Of every plan that was probed, best first; then those whose failures are known at higher rates."""
-    _, scale = OBJECTIVES[study.asked.objective]
+    """Return what is known of every plan that was probed, best first.
+
+    Plans without a rate that passed come last, those whose lowest failing rate is highest first.
+    """
+    _, scale = OBJECTIVES[study.options.objective]
     found = [_finding(plan, runner, scale) for plan, runner in zip(study.plans, race.runners, strict=True)]
     found = [each for each in found if each.played or each.quick]
     return sorted(found, key=lambda each: (-each.value, -(each.result.failing_rate or 0.0) * each.scale))
@@ -85,7 +91,7 @@ def _finding(plan: Plan, runner: Runner, scale: float) -> Finding:
 
 
 def words_of(found: list[Finding], objective: str) -> list[str]:
-    """Which plan is best, and how close the second is."""
+    """Return sentences about which plan is best, and how close the second and the best colocated one come."""
     what, _ = OBJECTIVES[objective]
     if not found or not found[0].value:
         lowest = min((played.rate for each in found for played in (*each.played, *each.quick)), default=0.0)
@@ -107,7 +113,7 @@ def words_of(found: list[Finding], objective: str) -> list[str]:
 
 
 def finding_json(finding: Finding, cells: int) -> dict[str, Any]:
-    """For --json and --save."""
+    """Return the fields of a plan in the JSON object. Rates, devices and prices are those of all cells."""
     result = finding.result
     pools = [
         {
@@ -138,7 +144,7 @@ def finding_json(finding: Finding, cells: int) -> dict[str, Any]:
 
 
 def _played_json(played: Played, cells: int) -> dict[str, Any]:
-    """P90s are null where they are infinite."""
+    """Return the fields of a probe. A P90 is null when it is infinite."""
     p90s = {"ttft_p90_s": percentile(played.ttfts_s), "tpot_p90_s": percentile(played.tpots_s)}
     times = {name: p90_s if p90_s < math.inf else None for name, p90_s in p90s.items()}
     return {
@@ -156,7 +162,7 @@ def _share(one: Finding, best: Finding) -> str:
 
 
 def _told(best: Finding, second: Finding) -> str:
-    """Return whether the knees are told apart, and how far apart they can be."""
+    """Return in words between what shares of the best plan the second one lies, and whether they are surely apart."""
     (low, high), (low_2, high_2) = best.knee, second.knee
     if low is None or high is None or low_2 is None or high_2 is None:
         return "how close it is surely is not known."
@@ -177,15 +183,17 @@ JOINED: Final = "--coordinator COORDINATOR:50052 --kv-bind 'tcp://eth0:*'"  # as
 
 
 def commands_of(study: Study, plan: Plan) -> list[str]:
-    """For each cell: `splitserve up` where that does it, else every process on devices of its own. The coordinator is
-    told the limits, which simulated requests have too."""
-    asked = study.asked
-    model = asked.nodes.model or "MODEL"
+    """Return the lines that run a plan: `splitserve up` where one host does, else the coordinator and each node.
+
+    The coordinator gets the limits, which the simulated requests had too.
+    """
+    options = study.options
+    model = options.nodes.model or "MODEL"
     placed = sorted(plan.placed(), key=lambda each: each.host)
     num_hosts = len({each.host for each in placed})
-    each_cell = f", in each of {asked.cells} cells" if asked.cells > 1 else ""
+    each_cell = f", in each of {options.cells} cells" if options.cells > 1 else ""
     of_coordinator = [*_limits(study.limits), *_in_flight(plan)]
-    if num_hosts == 1 and (pools := _pool_sizes(plan, asked.nodes)):
+    if num_hosts == 1 and (pools := _pool_sizes(plan, options.nodes)):
         return [f"Run it{each_cell}:", f"  {_up(plan, model, [*pools, *of_coordinator])}"]
     hosts = f"{num_hosts} host{'s' if num_hosts > 1 else ''}"
     words = [f"Run it on {hosts}{each_cell}, with {SECRETS} set; COORDINATOR and eth0 are to be yours:"]
@@ -198,26 +206,29 @@ def commands_of(study: Study, plan: Plan) -> list[str]:
 
 
 def _limits(limits: Limits) -> list[str]:
-    """Of every request that has none of its own."""
+    """Return the flags that set limits for every request without its own."""
     named = {"ttft": limits.ttft_s, "tpot": limits.tpot_s}
     told = [f"{name}:{_plain(limit_s * MS)}" for name, limit_s in named.items() if limit_s and limit_s * MS <= MAX_MS]
     return [f"--slo-class {DEFAULT}={','.join(told)}"] if told else []
 
 
 def _plain(number: float) -> str:
-    """Without an exponent."""
+    """Return the number without an exponent and trailing zeros."""
     return f"{number:.6f}".rstrip("0").rstrip(".")
 
 
-def _pool_sizes(plan: Plan, asked: AskedNodes) -> list[str]:
-    """What gives each node of a cluster the pool that it was simulated with; nothing where no flags of all do."""
+def _pool_sizes(plan: Plan, options: NodeOptions) -> list[str]:
+    """Return the flags that give each node of a cluster the KV pool that it was simulated with.
+
+    Empty when no flags that all nodes share do.
+    """
     kinds = [pool.kind for pool in plan.pools]
     if not _are_told_alike(kinds):
         return []
     if len(sizes := {kind.kv_cache_memory_bytes for kind in kinds}) == 1:
         return [f"--kv-cache-memory-bytes {sizes.pop()}"]
     is_cuda = not any(kind.hardware in (CPU, MEASURED) for kind in kinds)
-    return [f"--gpu-memory-utilization {MEMORY:g}"] if is_cuda and not asked.device_memory_bytes else []
+    return [f"--gpu-memory-utilization {MEMORY:g}"] if is_cuda and not options.device_memory_bytes else []
 
 
 def _up(plan: Plan, model: str, others: Sequence[str]) -> str:
@@ -234,7 +245,7 @@ def _up(plan: Plan, model: str, others: Sequence[str]) -> str:
 
 
 def _profile_flags(kinds: Sequence[NodeKind]) -> list[str]:
-    """All that nodes of these kinds are to be told; of weights, that most of them do not fit may be true of some."""
+    """Return the flags that start nodes of these kinds, of all kinds together."""
     given = {name: value for kind in kinds for name, value in kind.profile.flags.items()}
     words = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
     return [flag if value is True else f"{flag} {shlex.quote(str(value))}" for flag, value in words.items()]
@@ -246,7 +257,7 @@ def _are_told_alike(kinds: Sequence[NodeKind]) -> bool:
 
 
 def _in_flight(plan: Plan) -> list[str]:
-    """Where nodes take in more requests than the coordinator does."""
+    """Return the flag that lets the coordinator take as many requests as the nodes do, where its default is less."""
     num_taken = sum(
         pool.count * (pool.kind.sizes.max_sequences + pool.kind.sizes.max_num_queued) for pool in plan.pools
     )
@@ -254,7 +265,7 @@ def _in_flight(plan: Plan) -> list[str]:
 
 
 def _node(placed: Placed, first: int, model: str, gpus_per_host: int) -> str:
-    """With the devices of its host from that one on."""
+    """Return the command of a node, which uses the devices of its host from number `first` on."""
     kind = placed.kind
     devices = ",".join(map(str, range(first, first + kind.num_devices)))
     visible = f"CUDA_VISIBLE_DEVICES={devices} "
@@ -275,16 +286,16 @@ def _node(placed: Placed, first: int, model: str, gpus_per_host: int) -> str:
 
 
 def plan_view(study: Study, found: list[Finding]) -> Group:
-    """What was asked, and the table."""
-    asked = study.asked
+    """Return a line about the search, and the table of all plans."""
+    options = study.options
     limits = ", ".join(f"{name.upper()} ≤ {s * MS:g} ms" for name, s in study.limits.by_name().items())
-    cells = f", {asked.cells} cells of {asked.gpus // asked.cells}" if asked.cells > 1 else ""
-    head = f"{study.machines.name}: {asked.gpus} devices{cells}; {asked.attainment:.0%} of requests with {limits}"
-    return Group(escape(head), "", _table(found, asked.cells, asked.objective), "")
+    cells = f", {options.cells} cells of {options.gpus // options.cells}" if options.cells > 1 else ""
+    head = f"{study.machines.name}: {options.gpus} devices{cells}; {options.attainment:.0%} of requests with {limits}"
+    return Group(escape(head), "", _table(found, options.cells, options.objective), "")
 
 
 def best_commands(study: Study, found: list[Finding]) -> list[str]:
-    """Those that run the best plan; none where no plan reaches the goal."""
+    """Return the commands that run the best plan; an empty list when no plan reaches the goal."""
     return commands_of(study, found[0].plan) if found and found[0].value else []
 
 
@@ -309,41 +320,36 @@ def _table(found: list[Finding], cells: int, objective: str) -> Table:
 
 
 def plan_json(study: Study, found: list[Finding]) -> dict[str, Any]:
-    """With the same words as the table."""
+    """Return the JSON object of a search: its flags, the plans, the words and the commands."""
     return {
         "model": study.machines.name,
-        "asked": json.loads(study.asked.to_json()),
-        "words": words_of(found, study.asked.objective),
+        "asked": json.loads(study.options.to_json()),
+        "words": words_of(found, study.options.objective),
         "commands": best_commands(study, found),
-        "plans": [finding_json(each, study.asked.cells) for each in found],
+        "plans": [finding_json(each, study.options.cells) for each in found],
         "unfit": list(study.machines.unfit),
     }
 
 
-def save(text: str, path: Path) -> None:
-    """Raises SettingsError."""
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"{path} cannot be written: {error.strerror}") from error
-
-
 def draw(study: Study, found: list[Finding], path: Path) -> None:
-    """The knees of the best plans, of those with more than one rate. Raises SettingsError."""
-    what, _ = OBJECTIVES[study.asked.objective]
+    """Draw attainment by rate for the best plans that were probed at more than one rate.
+
+    Raises SettingsError when the picture cannot be written.
+    """
+    what, _ = OBJECTIVES[study.options.objective]
     points = [
         AttainmentPoint(str(each.plan), counted.rate * each.scale, counted.attainment, counted.interval)
         for each in [each for each in found if len(each.curve) > 1][:MOST_CURVES]
         for counted in each.curve
     ]
     try:
-        plot_attainment(points, study.asked.attainment, path, rate=f"request rate, {what}")
+        plot_attainment(points, study.options.attainment, path, rate=f"request rate, {what}")
     except OSError as error:
         raise SettingsError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _goodput(finding: Finding, cells: int) -> str:
-    """Of all cells; of a plan of which only failures are known, below what."""
+    """Return the best rate of all cells in words; "< RATE" when only failing rates are known."""
     best, failing = finding.result.best_rate, finding.result.failing_rate
     if best is not None:
         return plain(best * cells)
@@ -351,11 +357,11 @@ def _goodput(finding: Finding, cells: int) -> str:
 
 
 def _milliseconds(played: list[Played], name: str) -> str:
-    """The P90 over all requests of the probes."""
+    """Return the P90 over all requests of these probes in words; "-" when it is infinite or there is none."""
     p90_s = percentile([each_s for each in played for each_s in getattr(each, name)])
     return f"{p90_s * MS:.1f} ms" if p90_s and math.isfinite(p90_s) else "-"
 
 
 def _causes(played: list[Played]) -> list[tuple[str, int]]:
-    """The most frequent first."""
+    """Return the limits that requests missed, with their counts, the most frequent first."""
     return sum((Counter(each.missed) for each in played), Counter[str]()).most_common()

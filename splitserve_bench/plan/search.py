@@ -1,7 +1,7 @@
-"""One search, made alike in the process that leads it and in those that simulate: plans, loads and probes.
+"""Set up one search, alike in the process that leads it and in those that simulate: plans, loads and probes.
 
-`python -m splitserve_bench.plan.search ASKED` is a worker of it (splitserve_bench/crew.py), ASKED a JSON object of the
-search. Its jobs are what Study.probe takes, and what comes of them are figures.
+`python -m splitserve_bench.plan.search SETUP` is a worker of it (splitserve_bench/crew.py); SETUP is the text of
+`PlanOptions.to_json`. Its jobs are the arguments of Study.probe, and their results its figures.
 """
 
 import dataclasses
@@ -15,18 +15,18 @@ from splitserve_bench.compare.search import Goal
 from splitserve_bench.crew import Job, run_crew, work
 from splitserve_bench.plan.candidates import (
     USUAL_TPOT_S,
-    Asked,
     Estimates,
     Plan,
-    asked_from_json,
+    PlanOptions,
     candidates,
+    options_from_json,
     weight_of,
 )
 from splitserve_bench.plan.fleets import ENOUGH_TOKENS, Played, play
 from splitserve_bench.plan.loads import MOST_COUNTED, Loads
 from splitserve_bench.plan.nodes import Machines, machines_of
 from splitserve_bench.plan.race import LEADERS, Race, Turns
-from splitserve_bench.serve.metrics import Limits, parse_goodput, told
+from splitserve_bench.serve.metrics import Limits, parse_goodput, with_limits
 
 MODULE: Final = "splitserve_bench.plan.search"
 FIRST_SHARE: Final = 0.9  # of its estimate, the rate at which a plan is probed first
@@ -40,7 +40,7 @@ AFTER: Final = 1.5  # times the requests that come until the last that counts is
 class Study:
     """Everything that a search knows before its first probe."""
 
-    asked: Asked
+    options: PlanOptions
     machines: Machines
     limits: Limits
     loads: Loads
@@ -48,30 +48,31 @@ class Study:
     plans: tuple[Plan, ...]
 
     def race(self) -> Race:
-        asked = self.asked
+        """Return the race between the plans, not yet begun."""
+        options = self.options
         entries = []
         for plan in self.plans:
             estimate = self.estimates.of(plan.pools)
-            goal = Goal(FIRST_SHARE * estimate, asked.attainment, asked.tolerance, asked.max_probes)
-            weight = weight_of(plan, asked.objective)
+            goal = Goal(FIRST_SHARE * estimate, options.attainment, options.tolerance, options.max_probes)
+            weight = weight_of(plan, options.objective)
             entries.append((goal, weight, estimate / weight))
-        return Race(entries, leaders=len(entries) if asked.all_plans else LEADERS)
+        return Race(entries, leaders=len(entries) if options.all_plans else LEADERS)
 
     def probe(self, index: int, rate: float, seed: int, *, is_quick: bool = False) -> Played:
-        """Simulate plan `index` of `plans` at `rate` requests/s.
+        """Simulate plan `index` of `plans` at `rate` requests/s, and return what became of the requests that count.
 
-        Requests that fill the fleet come before those that count, and enough to keep it full come after them. A quick
-        probe has fewer that fill and fewer that count; it finds attainment rather too high.
+        Requests that fill the fleet come before those that count, and enough to keep it full after them. A quick probe
+        has fewer of both, and rather overstates attainment.
         """
-        asked, plan, limits = self.asked, self.plans[index], self.limits
+        options, plan, limits = self.options, self.plans[index], self.limits
         fill_s = self.estimates.fill_s(plan.pools, rate) * (QUICK_FILL if is_quick else 1)
         first_s = limits.ttft_s or 0.0
         after_s = AFTER * (first_s + ENOUGH_TOKENS * (limits.tpot_s or USUAL_TPOT_S))
         num_before = round(min(MOST_BEFORE, rate * (fill_s + first_s)))
-        num_counted = max(asked.num_prompts, rate * asked.seconds) * (QUICK_COUNT if is_quick else 1)
+        num_counted = max(options.num_prompts, rate * options.seconds) * (QUICK_COUNT if is_quick else 1)
         num_counted = math.ceil(min(MOST_COUNTED, num_counted))
         num_after = math.ceil(min(MOST_BEFORE, rate * after_s))
-        planned = told(self.loads.load(rate, num_before + num_counted + num_after, seed), lambda each: limits)
+        planned = with_limits(self.loads.load(rate, num_before + num_counted + num_after, seed), lambda each: limits)
         return play(
             plan,
             planned,
@@ -80,39 +81,46 @@ class Study:
             num_before=num_before,
             num_counted=num_counted,
             api_server_s=self.machines.api_server_s,
-            attainment=asked.attainment,
+            attainment=options.attainment,
         )
 
 
-def study_of(asked: Asked) -> Study:
-    """Raises SettingsError, ModelError and BenchError for what cannot be searched."""
-    if not asked.goodput:
+def study_of(options: PlanOptions) -> Study:
+    """Return the search that the flags ask for, ready to begin.
+
+    Raises SettingsError when no plan is possible or flags are missing, ModelError when the model's config.json cannot
+    be used, and BenchError when the trace cannot.
+    """
+    if not options.goodput:
         raise SettingsError("--goodput is needed: without limits every rate is good")
-    limits = parse_goodput(asked.goodput)
-    machines = machines_of(asked.nodes)
-    loads = Loads(asked.load, machines.vocab_size, machines.max_model_len)
+    limits = parse_goodput(options.goodput)
+    machines = machines_of(options.nodes)
+    loads = Loads(options.load, machines.vocab_size, machines.max_model_len)
     lengths = loads.lengths()
     estimates = Estimates(lengths, limits)
-    plans = tuple(candidates(asked, machines, estimates, lengths.longest_tokens))
+    plans = tuple(candidates(options, machines, estimates, lengths.longest_tokens))
     if not plans:
-        raise SettingsError(_why_none(machines, asked.gpus // asked.cells, lengths.longest_tokens))
-    if not all(weight_of(plan, asked.objective) > 0 for plan in plans):
+        raise SettingsError(_why_none(machines, options.gpus // options.cells, lengths.longest_tokens))
+    if not all(weight_of(plan, options.objective) > 0 for plan in plans):
         names = ", ".join(dict.fromkeys(kind.hardware for kind in machines.kinds))
-        raise SettingsError(f"--{asked.objective} needs a figure above 0 of all hardware, {names}: --price, --watts")
-    return Study(asked, machines, limits, loads, estimates, plans)
+        raise SettingsError(f"--{options.objective} needs a figure above 0 of all hardware, {names}: --price, --watts")
+    return Study(options, machines, limits, loads, estimates, plans)
 
 
 def _why_none(machines: Machines, num_devices: int, longest_tokens: int) -> str:
-    """Why there is no plan for a cell of so many devices."""
+    """Return why there is no plan for a cell of so many devices."""
     least = min(kind.num_devices for kind in machines.kinds)
     if least > num_devices:
         return f"the smallest node has {least} devices, and a cell has {num_devices}: --tp, --pp, --gpus or --cells"
     return f"no node holds requests of {longest_tokens} tokens on {num_devices} devices"
 
 
-async def run_race(race: Race, asked: Asked, num_workers: int, on_played: Callable[[], None]) -> None:
-    """Probe until nothing is left to probe, with the same outcome on however many processes. `on_played` is called
-    after each probe. The processes are gone at the end. Raises BenchError."""
+async def run_race(race: Race, options: PlanOptions, num_workers: int, on_played: Callable[[], None]) -> None:
+    """Run all probes of a race on `num_workers` processes; the result is the same with any number of them.
+
+    `on_played` is called after each probe. The processes are gone at the end. Raises BenchError when one ends or is not
+    done in time.
+    """
     turns = Turns(race)
 
     def next_job() -> tuple[int, Job] | None:
@@ -125,12 +133,15 @@ async def run_race(race: Race, asked: Asked, num_workers: int, on_played: Callab
         for _ in turns.record(index, Played(**played)):
             on_played()
 
-    await run_crew(MODULE, asked.to_json(), num_workers, next_job, record)
+    await run_crew(MODULE, options.to_json(), num_workers, next_job, record)
 
 
-def prepare(asked: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Raises SplitServeError for what cannot be searched."""
-    study = study_of(asked_from_json(asked))
+def prepare(setup: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Set up the search of the JSON text; return the function of a job: from a probe's arguments to its figures.
+
+    Raises SplitServeError for a search that cannot be set up.
+    """
+    study = study_of(options_from_json(setup))
     return lambda job: dataclasses.asdict(study.probe(**job))
 
 

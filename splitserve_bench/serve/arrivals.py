@@ -1,5 +1,7 @@
-"""When the requests of an open-loop load are sent, whatever the server does: at one rate, at a rate that grows from
-request to request, or in stages."""
+"""Decide when the requests of an open-loop load are sent, whatever the server does.
+
+They come at one rate, at a rate that grows from request to request, or in stages.
+"""
 
 import math
 import re
@@ -21,15 +23,14 @@ _STAGE: Final = re.compile(r"(\d+(?:\.\d+)?)x(\d+(?:\.\d+)?)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """A rate that changes from one request to the next, as vLLM's --ramp-up-strategy has it: by as much each time, or
-    by as many times."""
+    """A rate that changes from request to request, as in vLLM's --ramp-up-strategy: by a constant step or factor."""
 
     strategy: str  # one of RAMPS
     start_per_s: float
     end_per_s: float
 
     def gap_s(self, index: int, num_requests: int) -> float:
-        """Return the mean gap before this request."""
+        """Return the mean gap in seconds before request `index` of `num_requests`, the inverse of the rate there."""
         share = index / max(num_requests - 1, 1)
         if self.strategy == LINEAR:
             return 1 / (self.start_per_s + (self.end_per_s - self.start_per_s) * share)
@@ -38,7 +39,7 @@ class Ramp:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a load with one request rate, `times` the rate that all stages are multiples of."""
+    """A part of a load with one request rate: `times` the rate that all stages are multiples of."""
 
     times: float
     rate_per_s: float
@@ -47,6 +48,7 @@ class Stage:
 
     @property
     def end_s(self) -> float:
+        """Return the second after the start of the load at which the stage ends."""
         return self.start_s + self.seconds
 
     @property
@@ -71,14 +73,21 @@ def send_times_s(num_requests: int, rate_per_s: float, burstiness: float, rng: R
 
 
 def ramp_times_s(num_requests: int, ramp: Ramp, burstiness: float, rng: Random) -> list[float]:
-    """Return the send times of a rate that changes; such loads last as long as their mean gaps, with every seed."""
+    """Return when each request of a changing rate is sent, in seconds after the start of the load.
+
+    The load lasts as long as its mean gaps together, with every `rng`; `burstiness` is as in send_times_s. Raises
+    BenchError for a burstiness that is not above 0.
+    """
     means_s = [ramp.gap_s(index, num_requests) for index in range(num_requests)]
     return _times_s(means_s, math.fsum(means_s), burstiness, rng)
 
 
 def stage_times_s(stages: Sequence[Stage], burstiness: float, seed: int) -> list[float]:
-    """Return the send times of stages: the requests of each at random moments within it. The gap before the first
-    request of a stage and the one after its last are drawn too."""
+    """Return when the requests of all stages are sent, in seconds after the start of the load.
+
+    Those of each stage come at random moments within it, drawn by `seed`; the gaps at its start and end are drawn too.
+    Raises BenchError for a burstiness that is not above 0.
+    """
     all_s: list[float] = []
     for number, stage in enumerate(stages):
         if stage.num_requests:
@@ -89,7 +98,10 @@ def stage_times_s(stages: Sequence[Stage], burstiness: float, seed: int) -> list
 
 
 def parse_stages(text: str) -> tuple[tuple[float, float], ...]:
-    """Return multiple and seconds of each stage from words such as `0.8x20,3x60`. Raises SettingsError."""
+    """Return the multiple and the seconds of each stage from words such as `0.8x20,3x60`.
+
+    Raises SettingsError for a word of another form, stages without requests, and more than MAX_STAGED_S seconds in all.
+    """
     pairs = []
     for word in text.replace(",", " ").split():
         match = _STAGE.fullmatch(word)
@@ -105,7 +117,10 @@ def parse_stages(text: str) -> tuple[tuple[float, float], ...]:
 
 
 def stages_of(text: str, base_per_s: float) -> tuple[Stage, ...]:
-    """Return the stages one after the other, at multiples of base_per_s requests/s. Raises SettingsError."""
+    """Return the stages of such words one after the other, at multiples of `base_per_s` requests/s.
+
+    Raises SettingsError as parse_stages, and unless they have 1 to MAX_STAGED_REQUESTS requests.
+    """
     pairs = parse_stages(text)
     starts_s = accumulate((seconds for _, seconds in pairs), initial=0.0)
     stages = tuple(
@@ -122,7 +137,7 @@ def stages_of(text: str, base_per_s: float) -> tuple[Stage, ...]:
 
 
 def _times_s(means: Sequence[float], last_s: float, burstiness: float, rng: Random) -> list[float]:
-    """Return times after gaps of these means, the last one at last_s."""
+    """Return times after gaps of these means, scaled so that the last one is at `last_s`."""
     if not burstiness > 0:
         raise BenchError(f"burstiness must be above 0, not {burstiness:g}")
     is_even = math.isinf(burstiness)

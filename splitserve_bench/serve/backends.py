@@ -1,5 +1,7 @@
-"""How requests travel: over SplitServe's gRPC, or over HTTP to any server with OpenAI's /v1/completions that takes
-token ids (text alone where the data set is text), or with OpenAI's /v1/chat/completions."""
+"""Send requests over SplitServe's gRPC, or over HTTP to any server with OpenAI's API.
+
+Over HTTP they go to /v1/completions, with token ids (with text where the data set is text), or to /v1/chat/completions.
+"""
 
 import asyncio
 import json
@@ -58,23 +60,25 @@ class Backend(Protocol):
     """A client of one server, made, used and closed within one running event loop."""
 
     async def describe(self, deadline_s: float) -> ServedModel:
-        """Ask what is served. Raises BenchError when the server does not answer in time, or does not serve the target's
-        model."""
+        """Return what the server serves.
+
+        Raises BenchError when it does not reply within `deadline_s` seconds, or does not serve the target's model.
+        """
         ...
 
     async def warm_up(self, num_connections: int, deadline_s: float) -> None:
-        """Make the connections. Raises BenchError as `describe`."""
+        """Make so many connections. Raises BenchError as `describe`."""
         ...
 
     def prepare(self, request: PlannedRequest) -> bytes:
-        """Return the request as it goes over the wire, made after the warm-up and before the load starts."""
+        """Return the request as the bytes to send. To be called after the warm-up and before the load starts."""
         ...
 
     async def answer(self, body: bytes, reply: Reply, timeout_s: float) -> None:
-        """Send a prepared request and tell `reply` what comes.
+        """Send a prepared request, and record in `reply` what comes back.
 
-        Raises RequestFailed when the output is not complete; TimeoutError or RequestFailed when it is not within
-        timeout_s. Cancelling ends the request on the server too.
+        Raises RequestFailed when the server refuses it or the output is not complete, and TimeoutError or RequestFailed
+        when that takes more than `timeout_s` seconds. Cancelling ends the request on the server too.
         """
         ...
 
@@ -82,7 +86,10 @@ class Backend(Protocol):
 
 
 def open_backend(target: Target) -> Backend:
-    """Make the client of a server. Raises SettingsError for an unknown backend."""
+    """Return a client of the target's server.
+
+    Raises SettingsError for an unknown backend or an address that is no URL.
+    """
     if target.backend not in BACKENDS:
         raise SettingsError(f"{target.backend!r} is no backend: there are {', '.join(BACKENDS)}")
     return GrpcBackend(target) if target.backend == SPLITSERVE else OpenAIBackend(target)
@@ -98,7 +105,7 @@ def _checked(served: ServedModel, target: Target, names: str) -> ServedModel:
 
 
 class GrpcBackend:
-    """Sends all requests of a load over one channel."""
+    """Send all requests of a load over one gRPC channel."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -172,7 +179,7 @@ def _take_response(response: inference_pb2.GenerateResponse, reply: Reply) -> No
 
 
 class OpenAIBackend:
-    """Sends requests over as many connections as there are requests under way, in as few pools as they fill."""
+    """Send requests by HTTP over as many connections as requests run at a time, in as few pools as hold them."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -198,18 +205,18 @@ class OpenAIBackend:
         await asyncio.gather(*(self._models(deadline_s) for _ in range(num_connections)))
 
     def prepare(self, request: PlannedRequest) -> bytes:
-        asked: dict[str, Any] = {"prompt": request.text or list(request.prompt)}
+        fields: dict[str, Any] = {"prompt": request.text or list(request.prompt)}
         if self._target.takes_chats:
-            asked = {"messages": [{"role": "user", "content": request.text}]}
+            fields = {"messages": [{"role": "user", "content": request.text}]}
         options: dict[str, Any] = {"include_usage": True}
         if self._target.model:
-            asked["model"] = self._target.model
+            fields["model"] = self._target.model
         if self._is_own:
-            options["continuous_usage_stats"] = asked["include_timeline"] = True
+            options["continuous_usage_stats"] = fields["include_timeline"] = True
             limits = {"ttft_ms": request.ttft_ms, "tpot_ms": request.tpot_ms}
-            asked |= {name: limit for name, limit in limits.items() if limit is not None}
+            fields |= {name: limit for name, limit in limits.items() if limit is not None}
         usual = {**GREEDY, "max_tokens": request.output_tokens, "ignore_eos": request.ignore_eos}
-        body = {**asked, **usual, "stream": True, "stream_options": options, **self._target.extra_body}
+        body = {**fields, **usual, "stream": True, "stream_options": options, **self._target.extra_body}
         return json.dumps(body, separators=(",", ":")).encode()
 
     async def answer(self, body: bytes, reply: Reply, timeout_s: float) -> None:
@@ -229,7 +236,10 @@ class OpenAIBackend:
 
     @contextmanager
     def _pool(self) -> Iterator[httpx2.AsyncClient]:
-        """Return the first pool that is not full, so that connections are used again; of full ones the least so."""
+        """Return a context manager that yields the first client whose pool is not full, or the least full one.
+
+        So connections are used again.
+        """
         number = min(range(NUM_POOLS), key=lambda number: self._num_under_way[number] // POOL_SIZE)
         self._num_under_way[number] += 1
         try:
@@ -268,7 +278,10 @@ def _client(target: Target, context: ssl.SSLContext) -> httpx2.AsyncClient:
 
 
 async def read_answer(response: httpx2.Response, reply: Reply) -> None:
-    """Read the events of a response to its end. Raises RequestFailed and httpx2's errors for anything else."""
+    """Read the events of a streamed response to its end, and record them in `reply`.
+
+    Raises RequestFailed for an error status or event, and httpx2's errors when the connection breaks.
+    """
     if response.status_code != httpx2.codes.OK:
         message, code = _words(await _body(response, MAX_ERROR_BYTES))
         is_refused = response.status_code in REFUSAL_STATUSES and code != reasons.WORKER_LOST
@@ -283,7 +296,7 @@ async def read_answer(response: httpx2.Response, reply: Reply) -> None:
 
 
 async def _body(response: httpx2.Response, most_bytes: int) -> bytes:
-    """Read a body up to a number of bytes; what is cut off is no JSON any more."""
+    """Return the body of a response, cut off at a number of bytes."""
     body = b""
     async for data in response.aiter_bytes():
         body += data
@@ -293,7 +306,7 @@ async def _body(response: httpx2.Response, most_bytes: int) -> bytes:
 
 
 def _words(body: bytes | str) -> tuple[str, Any]:
-    """Return an error's message and code: OpenAI's form, FastAPI's, or the text as it is."""
+    """Return an error's message and code from OpenAI's form or FastAPI's, else the text as it is, and None."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else body
     try:
         said = json.loads(text)
@@ -306,9 +319,10 @@ def _words(body: bytes | str) -> tuple[str, Any]:
 
 
 def take_event(event: str, moment_s: float, reply: Reply) -> None:
-    """Count the tokens of one event, the JSON text of its data, which came at `moment_s` of the reply's clock.
+    """Record the tokens of one event in `reply`.
 
-    Raises RequestFailed if it tells of an error or is no completion.
+    `event` is the JSON text of its data, which came at `moment_s` of its clock. Raises RequestFailed if the event
+    reports an error or is no completion.
     """
     try:
         said = json.loads(event)
@@ -320,8 +334,10 @@ def take_event(event: str, moment_s: float, reply: Reply) -> None:
 
 
 def _count(said: Mapping[str, Any], moment_s: float, reply: Reply) -> None:
-    """Count the tokens of an event: by their ids where the server gives them, else by usage where each event has it,
-    else one an event. Usage tells later whether an end without text was a token."""
+    """Record an event's tokens: by their ids where the server sends them, else by usage, else as one an event.
+
+    Usage in a later event shows whether an end without text was a token.
+    """
     usage, choices = said.get("usage"), said.get("choices")
     before = reply.num_arrived_tokens if usage else 0
     if usage:
@@ -335,7 +351,7 @@ def _count(said: Mapping[str, Any], moment_s: float, reply: Reply) -> None:
         return
     (choice,) = choices
     ends = choice.get("finish_reason") is not None
-    if (token_ids := choice.get("token_ids")) is not None:  # vLLM sends a null when it was not asked for them
+    if (token_ids := choice.get("token_ids")) is not None:  # vLLM sends a null unless the request wants them
         num_tokens = len(token_ids)
     elif usage:
         num_tokens = usage["completion_tokens"] - before

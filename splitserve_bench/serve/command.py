@@ -1,5 +1,7 @@
-"""`splitserve bench serve`: vLLM's flags where there is one, and what they mean together. The rest is imported when the
-command runs, so that help is quick."""
+"""Define `splitserve bench serve`: vLLM's flags where there is one, and how they go together.
+
+What it measures with is imported when the command runs, so that help is quick.
+"""
 
 import json
 import math
@@ -16,7 +18,7 @@ from serving_core.net.tls import SCHEME as TLS_SCHEME
 from serving_core.net.tls import TlsFiles
 from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option, tls_options
 from splitserve.signals import run_to_end
-from splitserve_bench.options import Command, NumberRange, RepeatingCommand, option, options_of
+from splitserve_bench.options import Command, NumberRange, RepeatingCommand, json_option, option, options_of
 from splitserve_bench.serve.arrivals import RAMPS, Ramp, parse_stages
 from splitserve_bench.serve.records import BACKENDS, CHATS, COMPLETIONS, LIMITS, OPENAI, SPLITSERVE, Target
 
@@ -43,7 +45,7 @@ NEW_FOLDER: Final = click.Path(file_okay=False, path_type=Path)
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """What the requests are, named as the flags are."""
+    """The flags that say what the requests are, by their names."""
 
     name: str = RANDOM
     path: str = ""
@@ -57,8 +59,7 @@ class Dataset:
     burstiness: float = 1.0  # not of a trace
 
     def check(self) -> None:
-        """Raise SettingsError as `check_dataset`, and for flags about prompts and outputs that the data set does not
-        have."""
+        """Raise SettingsError as `check_dataset`, and for flags about prompts or outputs of other data sets."""
         check_dataset(self.name, self.path, self.length_scale)
         if self.random_prefix_len and self.name != RANDOM:
             raise SettingsError(
@@ -74,7 +75,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The values of the flags, by their names."""
+    """The values of all flags, by their names."""
 
     backend: str | None
     server: str | None
@@ -128,21 +129,22 @@ class ServeOptions:
 
     @property
     def dataset(self) -> Dataset:
+        """Return the flags about the data set."""
         return dataset_of({each.name: getattr(self, each.name) for each in fields(self)})
 
     @property
     def ramp(self) -> Ramp | None:
-        """Return how the rate grows; None for one rate."""
+        """Return how the rate grows; None for a constant rate."""
         strategy, start, end = self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps
         return None if strategy is None or start is None or end is None else Ramp(strategy, start, end)
 
     @property
     def wants_capacity(self) -> bool:
-        """Return whether the stages are multiples of a rate that is to be measured."""
+        """Return whether the stages are multiples of a rate that has to be measured first."""
         return self.stages is not None and math.isinf(self.request_rate)
 
     def check(self) -> None:
-        """Raise SettingsError as `check_flags`, and for texts without a tokenizer."""
+        """Raise SettingsError as `check_flags`, and for a data set of texts without a tokenizer."""
         self.check_flags()
         if self.dataset_name in TEXTS and self.tokenizer is None:
             raise SettingsError(f"--dataset-name {self.dataset_name} needs the model's tokenizer: --tokenizer FOLDER")
@@ -154,7 +156,7 @@ class ServeOptions:
             raise SettingsError("--send-limits tells the limits of --goodput, and there are none")
 
     def check_pace(self) -> None:
-        """Raise SettingsError for flags about when requests are sent that contradict one another, or mean nothing."""
+        """Raise SettingsError for flags about when requests are sent that contradict one another or have no effect."""
         ramp = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
         is_ramp = ramp != (None, None, None)
         if self.stages is not None:
@@ -183,7 +185,7 @@ class ServeOptions:
 
     @property
     def backend_name(self) -> str:
-        """Return the backend that is named, else the one of the address and the endpoint."""
+        """Return the backend that the flags name, else the one that the address and the endpoint belong to."""
         is_openai = SCHEME in (self.server or "") or self.endpoint.endswith(CHATS)
         return self.backend or (OPENAI if is_openai else SPLITSERVE)
 
@@ -193,7 +195,7 @@ class ServeOptions:
         return self.backend_name == OPENAI and self.endpoint.endswith(CHATS)
 
     def where(self) -> Target:
-        """Return the server to ask. Raises SettingsError for flags that contradict one another."""
+        """Return the server to send to. Raises SettingsError for flags about it that contradict one another."""
         backend = self.backend_name
         if self.server and (self.host or self.port):
             raise SettingsError(f"--server ({self.server}) says where: --host and --port are instead of it")
@@ -214,7 +216,7 @@ class ServeOptions:
         return Target(backend, address, self.endpoint, self.model, self.api_key, extra_body, tls)
 
     def metadata_pairs(self) -> dict[str, str]:
-        """Parse --metadata. Raises SettingsError for a value that is not KEY=VALUE."""
+        """Return the pairs of --metadata. Raises SettingsError for a value that is not KEY=VALUE."""
         pairs = [pair.partition("=") for pair in self.metadata]
         for name, separator, value in pairs:
             if not name or not separator:
@@ -223,20 +225,20 @@ class ServeOptions:
 
 
 def dataset_of(values: Mapping[str, Any]) -> Dataset:
-    """Return the data set of these flags."""
+    """Return the data set of the values of these flags, which are by name."""
     return Dataset(values["dataset_name"], str(values["dataset_path"] or ""), **named(Dataset, values))
 
 
 def named(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that have the names of a dataclass's fields."""
+    """Return those of the values that have the name of a field of this dataclass."""
     return {field.name: values[field.name] for field in fields(kind) if field.name in values}
 
 
 def check_dataset(name: str, path: Path | str | None, length_scale: float) -> None:
-    """Raise SettingsError where the data set, its path and the length scale do not belong together.
+    """Raise SettingsError when the data set, its path and the length scale do not go together.
 
-    That is a data set that needs a path and has none, a path for random prompts, and a length scale other than 1 for
-    what is no trace. The file itself is not read.
+    That is a data set that needs a path and has none, a path for random prompts, and a length scale other than 1 for a
+    data set that is no trace. The file itself is not read.
     """
     if name == RANDOM and path:
         raise SettingsError(f"--dataset-path is of a data set that is a file: --dataset-name {RANDOM} is none")
@@ -247,13 +249,16 @@ def check_dataset(name: str, path: Path | str | None, length_scale: float) -> No
 
 
 def check_burstiness(dataset_name: str, burstiness: float) -> None:
-    """Raise SettingsError for the burstiness of a trace, which has its own."""
+    """Raise SettingsError for a burstiness other than 1 of a trace, which has its own."""
     if dataset_name in TRACES and burstiness != 1:
         raise SettingsError(f"--burstiness {burstiness:g} is of random arrivals: a trace has bursts of its own")
 
 
 class ServeCommand(RepeatingCommand):
-    """Takes several words after one flag, as it has no arguments. --target and --base-url mean --server."""
+    """The command, whose flags of lists take several words, as it has no arguments.
+
+    --target and --base-url mean --server.
+    """
 
     lists: ClassVar = {"--goodput": WORD, "--metadata": WORD}
 
@@ -277,7 +282,7 @@ burstiness_option: Final = option(
 
 
 def shape_options(input_len: int, output_len: int) -> Callable[[Command], Command]:
-    """Return the flags of a data set; random requests have these lengths by default."""
+    """Return the flags of a data set; random requests have these lengths in tokens by default."""
     return options_of(
         option("--dataset-name", default=RANDOM, type=click.Choice(DATASETS)),
         option(
@@ -416,7 +421,6 @@ load_options = options_of(
 goodput_option = option(
     "--goodput", multiple=True, help="Limits of a good request in ms, such as ttft:500 tpot:30 e2el:9000."
 )
-json_option = option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 result_options = options_of(
     goodput_option,
     option("--percentile-metrics", default="ttft,tpot,itl", help="Also e2el, ttst."),

@@ -1,6 +1,7 @@
-"""What the requests of a load are: random ones, and those of traces, which tell when requests came to a service and how
-long their prompts and outputs were. Traces hold no text. Prompts are random tokens; where a trace tells which prompts
-begin alike, theirs do too."""
+"""Make the requests of a load: random ones, and those of traces, which say when requests came and how long they were.
+
+Traces have no text. Their prompts are random tokens; where a trace says which prompts begin alike, theirs do too.
+"""
 
 import csv
 import json
@@ -28,8 +29,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A prompt, as token ids, and the length of its output; both have at least one token. A prompt that is text is sent
-    as text."""
+    """A prompt, as token ids, and the length of its output; both have at least one token.
+
+    With `text` it is sent as text.
+    """
 
     prompt: tuple[int, ...]
     output_tokens: int
@@ -54,9 +57,12 @@ def random_load(
     *,
     prefix_tokens: int = 0,
 ) -> list[Shape]:
-    """Draw requests of random lengths, all lengths equally likely: from floor(n · (1 - range_ratio)) to ceil(n · (1 +
-    range_ratio)), both included and at least 1, as in vLLM's `random` data set. range_ratio is in [0, 1). All prompts
-    begin with the same prefix_tokens, which are not counted among input_tokens."""
+    """Return `num_requests` requests with random prompts of random lengths, all lengths equally likely.
+
+    Lengths are from floor(n · (1 - range_ratio)) to ceil(n · (1 + range_ratio)), both included and at least 1, as in
+    vLLM's `random` data set. All prompts begin with the same `prefix_tokens` tokens, which are not counted among
+    `input_tokens`. Raises BenchError unless range_ratio is in [0, 1) and both lengths are at least 1.
+    """
     if not 0 <= range_ratio < 1:
         raise BenchError(f"the range ratio must be in [0, 1), not {range_ratio:g}")
     if input_tokens < 1 or output_tokens < 1:
@@ -73,9 +79,12 @@ def random_load(
 
 @lru_cache(maxsize=1)
 def ordinary_ids(vocab_size: int) -> tuple[int, ...]:
-    """Return the ids to draw prompts from. Special tokens are the first or the last ids of a vocabulary, so 1024 at
-    either end are left out; of a small vocabulary only an eighth at either end. All prompts have these very objects, so
-    that a token takes 8 bytes and not 40."""
+    """Return the ids to draw prompts from: a vocabulary's without special tokens.
+
+    These are its first or its last ones, so 1024 at either end are left out; of a small vocabulary only an eighth at
+    either end. All prompts have these very objects, so that a token takes 8 bytes and not 40. Raises BenchError for an
+    impossible size.
+    """
     if not 1 <= vocab_size <= MAX_IDS:
         raise BenchError(f"a vocabulary has 1 to {MAX_IDS} tokens, not {vocab_size}")
     margin = min(SPECIAL_MARGIN_TOKENS, vocab_size // 8)
@@ -83,10 +92,11 @@ def ordinary_ids(vocab_size: int) -> tuple[int, ...]:
 
 
 def fit(shapes: Iterable[Shape], max_model_len: int) -> FittedLoad:
-    """Clip the requests that have more than max_model_len tokens, prompt and output together, to exactly that many.
+    """Clip the requests with more than `max_model_len` tokens, prompt and output together, to exactly that many.
 
     The output is shortened first, but to no less than half of max_model_len, then the end of the prompt is cut off; so
-    the beginnings that prompts share stay shared. Text of which something is cut off is sent as token ids.
+    the beginnings that prompts share stay shared. A text of which something is cut off is sent as token ids. Raises
+    BenchError when max_model_len is below 2.
     """
     if max_model_len < 2:
         raise BenchError(f"a model of {max_model_len} tokens has no room for a prompt and an output")
@@ -95,20 +105,15 @@ def fit(shapes: Iterable[Shape], max_model_len: int) -> FittedLoad:
     return FittedLoad(after, sum(old is not new for old, new in zip(before, after, strict=True)))
 
 
-def longer_share(lengths: Sequence[int], max_model_len: int) -> float:
-    """Return the share of requests of these lengths, prompt and output, that `fit` would clip."""
-    return sum(length > max_model_len for length in lengths) / len(lengths)
-
-
 def clipped_words(share: float, max_model_len: int | None) -> str:
-    """Return a sentence about that share; "" for 0."""
+    """Return a sentence about the share of requests that are clipped to `max_model_len` tokens; "" for 0."""
     return (
         f"{share:.1%} of the requests are longer than {max_model_len} tokens, and are clipped to that" if share else ""
     )
 
 
 def plan(shapes: Sequence[Shape], send_at_s: Sequence[float], *, ignore_eos: bool = True) -> list[PlannedRequest]:
-    """Return one planned request for each shape, sent at the time of the same index; the times are in order."""
+    """Return one planned request for each shape, sent at the time of the same index. The times must be in order."""
     pairs = zip(shapes, send_at_s, strict=True)
     return [
         PlannedRequest(i, at_s, shape.prompt, shape.output_tokens, text=shape.text, ignore_eos=ignore_eos)
@@ -135,10 +140,10 @@ def _clipped(shape: Shape, max_model_len: int) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request of a trace, after scaling. at_s counts from the trace's first request; lengths are at least 1.
+    """One request of a trace, after scaling. `at_s` is after the trace's first request; lengths are at least 1.
 
     Requests whose hash_ids begin alike have prompts that begin alike; each id stands for block_tokens tokens of the
-    prompt, the last one for what is left. Without hash_ids no two prompts have anything in common.
+    prompt, the last one for the rest. Without hash_ids no two prompts have anything in common.
     """
 
     at_s: float
@@ -149,22 +154,28 @@ class TracedRequest:
 
 
 def read_azure_trace(path: Path, *, length_scale: float = 1.0, limit: int | None = None) -> list[TracedRequest]:
-    """Read the first `limit` requests of a CSV file with the columns TIMESTAMP, ContextTokens and GeneratedTokens, as
-    the Azure LLM inference traces have; a timestamp without an offset is UTC. length_scale multiplies token counts.
-    Raises a BenchError that names file, line and value."""
+    """Return the first `limit` requests (None: all) of a CSV file with TIMESTAMP, ContextTokens and GeneratedTokens.
+
+    These are the columns of the Azure LLM inference traces; a timestamp without an offset is UTC. Token counts are
+    multiplied by length_scale. Raises BenchError, which names file, line and value.
+    """
     return _read(path, _azure_rows, length_scale, limit)
 
 
 def read_mooncake_trace(path: Path, *, length_scale: float = 1.0, limit: int | None = None) -> list[TracedRequest]:
-    """Read the first `limit` requests of a file with one JSON object a line: timestamp (ms), input_length,
-    output_length and hash_ids, one for each 512 tokens of the prompt, as the Mooncake traces have. Otherwise as
-    read_azure_trace."""
+    """Return the first `limit` requests (None: all) of a file with one JSON object a line, as the Mooncake traces have.
+
+    Its fields are timestamp (ms), input_length, output_length and hash_ids, one for each 512 tokens of the prompt.
+    Token counts are multiplied by length_scale. Raises BenchError, which names file, line and value.
+    """
     return _read(path, _mooncake_rows, length_scale, limit)
 
 
 def at_rate(traced: Sequence[TracedRequest], rate_per_s: float) -> list[TracedRequest]:
-    """Stretch the time axis of a trace so that the mean gap between two requests is 1 / rate; the bursts stay. An
-    infinite rate sends all at 0. Raises BenchError for requests that all came at one moment."""
+    """Return the requests with their times stretched so that the mean gap is 1 / rate; the bursts stay.
+
+    An infinite rate sends all at 0. Raises BenchError for requests that all came at one moment, and a rate not above 0.
+    """
     if not rate_per_s > 0:
         raise BenchError(f"the request rate must be above 0 requests/s, not {rate_per_s:g}")
     if len(traced) < 2 or math.isinf(rate_per_s):
@@ -177,8 +188,11 @@ def at_rate(traced: Sequence[TracedRequest], rate_per_s: float) -> list[TracedRe
 
 
 def trace_load(traced: Sequence[TracedRequest], vocab_size: int, seed: int, first: int = 0) -> list[Shape]:
-    """Return prompts and output lengths of a trace. Tokens depend on the seed and on the hash id, or without hash ids
-    on the request's index, which counts from `first`; not on how many requests there are."""
+    """Return prompts and output lengths of a trace's requests.
+
+    A prompt's tokens depend on the seed and its hash ids, or without these on the request's number, which counts from
+    `first`; not on how many requests there are.
+    """
     ids = ordinary_ids(vocab_size)
     return [
         Shape(_traced_prompt(each, index, ids, seed), each.output_tokens) for index, each in enumerate(traced, first)
@@ -199,7 +213,7 @@ def _traced_prompt(traced: TracedRequest, index: int, ids: Sequence[int], seed: 
 def _read(
     path: Path, rows_of: Callable[[Path], Iterator[tuple[str, TracedRequest]]], length_scale: float, limit: int | None
 ) -> list[TracedRequest]:
-    """Read a trace; `rows_of` gives what each line says, unscaled, and where it stands."""
+    """Return the requests of a trace. `rows_of` yields the place and the unscaled request of each line."""
     if not (length_scale > 0 and math.isfinite(length_scale)):
         raise BenchError(f"the length scale must be above 0, not {length_scale:g}")
     try:
@@ -252,8 +266,10 @@ def _mooncake_rows(path: Path) -> Iterator[tuple[str, TracedRequest]]:
 
 
 def json_rows(file: TextIO, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Parse a file with one JSON object a line, blank lines left out; return each with its place in words. Raises
-    BenchError."""
+    """Yield place (in words) and object of each line of a file with one JSON object a line; blank lines are left out.
+
+    Raises BenchError for a line that is no object.
+    """
     for number, line in enumerate(file, start=1):
         if line.strip():
             where = f"{path}, line {number}"
@@ -261,6 +277,10 @@ def json_rows(file: TextIO, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def parsed(parse: Callable[[Any], Value], value: Any, name: str, where: str) -> Value:
+    """Return `parse(value)`.
+
+    Raises BenchError, which says `where` and what the value's `name` is, when parse refuses it.
+    """
     try:
         return parse(value)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -273,6 +293,7 @@ def _timestamp_s(text: str) -> float:
 
 
 def token_count(value: Any) -> int:
+    """Return a value as a number of tokens. Raises ValueError or TypeError for other values, and above MAX_TOKENS."""
     count = _whole(value)
     if count > MAX_TOKENS:
         raise ValueError

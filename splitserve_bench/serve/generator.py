@@ -1,11 +1,11 @@
-"""Sends a planned load from a process of its own, which does nothing else, and collects what becomes of it.
+"""Send a planned load from a process of its own, which does nothing else, and collect the outcomes.
 
 `python -m splitserve_bench.serve.generator` reads an order and its requests from stdin, connects, sends every request
-when it is due whether or not earlier ones have ended, and writes what becomes of them to stdout. With a bound on
-concurrency, what is due waits for a free place and its `sent_s` is when it got one. Each sending of a request that is
+when it is due whether or not earlier ones have ended, and writes the outcomes to stdout. With a bound on concurrency, a
+due request waits until fewer are under way, and its `sent_s` is when it was sent. Each sending of a request that is
 sent again after a refusal has an outcome of its own.
 
-Both ends speak JSON, one object a line: an Order and then each PlannedRequest in; out, objects with the one key
+Both ends write JSON, one object a line: an Order and then each PlannedRequest in; out, objects with the one key
 `outcome`, `progress` or `failure`.
 """
 
@@ -57,9 +57,9 @@ Write = Callable[[bytes], None]
 class Order:
     """Where a load is sent, and how.
 
-    With max_concurrency, what is due waits until fewer requests are under way. request_timeout_s counts from when a
-    request is sent. A request that is refused, and told to come back within request_timeout_s, is sent again then, at
-    most obey_retry_after times, and has an outcome of each sending.
+    With max_concurrency, a due request waits until fewer are under way. request_timeout_s counts from the sending of a
+    request. A request that is refused with a time to come back within request_timeout_s is sent again then, at most
+    obey_retry_after times, and has an outcome of each sending.
     """
 
     target: Target
@@ -70,7 +70,10 @@ class Order:
 
 
 async def describe(target: Target) -> ServedModel:
-    """Ask a server what it serves. Raises BenchError when it does not answer, or serves another model than target's."""
+    """Return what a server serves.
+
+    Raises BenchError when it does not reply, or serves another model than the target's.
+    """
     backend = open_backend(target)
     try:
         return await backend.describe(CONNECT_S)
@@ -84,12 +87,11 @@ async def run_load(
     on_progress: Callable[[Progress], None],
     on_outcome: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
-    """Send every request when it is due, and return the outcomes in the order of `planned`, whose indices must differ;
-    those of the sendings of a request follow each other.
+    """Send every request when it is due, from a process of its own, and return the outcomes in the order of `planned`.
 
-    `on_progress` is called four times a second, `on_outcome` for each outcome as it comes. Cancelling ends the
-    generator, and with it every request. Raises BenchError when the server cannot be reached at the start, or the
-    generator fails.
+    The indices of `planned` must differ; the outcomes of a request that is sent several times follow each other.
+    `on_progress` is called four times a second, `on_outcome` for each outcome as it comes. Cancelling ends the process,
+    and with it every request. Raises BenchError when the server cannot be reached at the start, or the process fails.
     """
     outcomes: dict[int, list[Outcome]] = {request.index: [] for request in planned}
     assert len(outcomes) == len(planned)
@@ -117,11 +119,12 @@ async def run_load(
 
 
 def order_line(order: Order) -> bytes:
+    """Return the order as the line that the generator reads."""
     return _line(asdict(order))
 
 
 def read_plan(lines: Iterable[bytes]) -> tuple[Order, list[PlannedRequest]]:
-    """Read an order and its requests. Raises EOFError when lines are missing."""
+    """Return the order and the requests that these lines have. Raises EOFError when lines are missing."""
     order: Order | None = None
     requests = []
     for line in lines:
@@ -139,7 +142,7 @@ def read_plan(lines: Iterable[bytes]) -> tuple[Order, list[PlannedRequest]]:
 
 
 def read_line(line: bytes) -> Outcome | Progress | str:
-    """Parse a line of the generator; a failure is its message."""
+    """Return the outcome, the progress, or the message of a failure that a line of the generator has."""
     ((kind, value),) = json.loads(line).items()
     if kind == "outcome":
         return to_outcome(value)
@@ -147,15 +150,18 @@ def read_line(line: bytes) -> Outcome | Progress | str:
 
 
 def outcome_line(outcome: Outcome) -> bytes:
+    """Return an outcome as a line of the generator."""
     arrivals_s = [round(moment_s, DIGITS) for moment_s in outcome.arrivals_s]
     return _line({"outcome": {**asdict(outcome), "arrivals_s": arrivals_s}})
 
 
 def progress_line(progress: Progress) -> bytes:
+    """Return the progress as a line of the generator."""
     return _line({"progress": asdict(progress)})
 
 
 def failure_line(message: str) -> bytes:
+    """Return a failure's message as a line of the generator."""
     return _line({"failure": message})
 
 
@@ -163,12 +169,14 @@ def _line(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
-# ---- the process that asked for the load ----
+# ---- the process that starts the generator ----
 
 
 def _longest_s(order: Order, planned: Sequence[PlannedRequest]) -> float:
-    """Return an upper bound of the load's time: all requests are sent, then each takes all its time in its turn, and
-    waits as long before each further sending."""
+    """Return an upper bound of the load's seconds.
+
+    All requests are sent, then each takes its whole timeout in turn, and waits as long before each further sending.
+    """
     last_s = max((request.send_at_s for request in planned), default=0.0)
     turns = 1 if order.max_concurrency is None else -(-len(planned) // order.max_concurrency)
     num_times = turns * (1 + order.obey_retry_after) + order.obey_retry_after
@@ -192,8 +200,10 @@ async def _send_plan(process: asyncio.subprocess.Process, order: Order, planned:
 
 
 async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[Outcome | Progress]:
-    """Read what the generator writes, to its end. Raises BenchError for a failure, and when nothing comes for too
-    long."""
+    """Yield what the generator writes, to its end.
+
+    Raises BenchError for a failure, and when nothing comes for too long.
+    """
     assert process.stdout is not None
     patience_s = START_S
     while True:
@@ -215,7 +225,7 @@ async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[Outcome |
 
 
 class Load:
-    """Sends all requests of an order through one backend."""
+    """Send all requests of an order through one backend, and `write` the outcomes as lines."""
 
     def __init__(self, order: Order, requests: Sequence[PlannedRequest], backend: Backend, write: Write) -> None:
         self._order = order
@@ -243,7 +253,7 @@ class Load:
         return time.perf_counter() - self._start_s
 
     async def _until(self, moment_s: float) -> None:
-        """Sleep until a moment. Timers of an event loop count in whole milliseconds and may ring early."""
+        """Sleep until a moment of the load. An event loop's timers count whole milliseconds and may end early."""
         while True:
             wait_s = moment_s - self._now_s()
             if wait_s <= 0:
@@ -251,7 +261,7 @@ class Load:
             await asyncio.sleep(wait_s)
 
     async def _send(self, request: PlannedRequest, body: bytes) -> None:
-        """Send a request, and again after a refusal as often as the order says."""
+        """Send a request, and again after a refusal as often as the order allows."""
         outcome = await self._send_once(request, body)
         most_repeats, patience_s = self._order.obey_retry_after, self._order.request_timeout_s
         while (again_s := returns_at_s(outcome, most_repeats, patience_s)) is not None:
@@ -295,7 +305,7 @@ class Load:
 
 
 async def run_order(order: Order, requests: Sequence[PlannedRequest], write: Write) -> None:
-    """Connect and run the load. Raises SplitServeError when the server does not answer at all."""
+    """Connect and send the load. Raises SplitServeError when the server does not reply at all."""
     backend = open_backend(order.target)
     try:
         num_connections = min(order.max_concurrency or MAX_WARM_CONNECTIONS, MAX_WARM_CONNECTIONS, len(requests))
@@ -309,7 +319,7 @@ async def run_order(order: Order, requests: Sequence[PlannedRequest], write: Wri
 
 
 class _Output(asyncio.BaseProtocol):
-    """Writes without waiting for the reader while requests are timed; what is not read yet is bounded by the plan."""
+    """Write to a pipe without waiting for its reader while requests are timed; the plan bounds what is not read yet."""
 
     def __init__(self) -> None:
         self.closed = asyncio.get_running_loop().create_future()

@@ -1,11 +1,11 @@
-"""What the outcomes of a load amount to: latencies as vLLM's `bench serve` defines them, attainment, and its interval.
+"""Compute latencies as vLLM's `bench serve` defines them, attainment, and its interval from the outcomes of a load.
 
 - TTFT: first token - sent. Latencies count from the moment a request was sent, not from when it was to be sent;
   how late the generator was is the send lag (vLLM: client_queue_time), and reported beside them.
 - TPOT: (last token - first token) / (tokens - 1). An output of one token has none, and meets every limit on it.
 - ITL: the gaps between moments at which tokens came. TTST: second token - first token, 0 when both came at once.
 - E2EL: end of the output - sent.
-- Attainment: the share of the *offered* requests that met all limits. What failed or was turned away is a miss.
+- Attainment: the share of the *offered* requests that met all limits. A failed or refused request is a miss.
 
 Misses come in clusters: a queue that has grown delays many requests, not one. A run of such requests says no more than
 a smaller number of independent ones: their number divided by the design effect, 1 + 2 x the sum of the
@@ -53,15 +53,19 @@ class Limits:
 
 
 def parse_goodput(words: Sequence[str]) -> Limits:
-    """Parse limits such as `ttft:500 tpot:30`, in milliseconds, each word one or several pairs; a later pair of the
-    same name wins. Raises BenchError."""
+    """Return the limits of words such as `ttft:500 tpot:30`, in milliseconds, each word one or several pairs.
+
+    A later pair of the same name replaces an earlier one. Raises BenchError for a pair of another form or below 0.
+    """
     limits_ms = parse_pairs(words, "a limit is NAME:MILLISECONDS, 0 or more", lambda value: value >= 0)
     return Limits(**{f"{name}_s": limit_ms / MS for name, limit_ms in limits_ms.items()})
 
 
 def parse_pairs(words: Sequence[str], what: str, is_allowed: Callable[[float], bool]) -> dict[str, float]:
-    """Parse finite numbers by latency, from words that are one or several pairs each; a later pair of the same name
-    wins. Raises a BenchError that begins with `what`."""
+    """Return finite numbers by ttft, tpot or e2el from words of one or several NAME:NUMBER pairs; later pairs win.
+
+    Raises BenchError, which begins with `what`, for another form and for a number that `is_allowed` refuses.
+    """
     numbers: dict[str, float] = {}
     for pair in (pair for word in words for pair in word.split()):
         name, _, text = pair.partition(":")
@@ -74,9 +78,13 @@ def parse_pairs(words: Sequence[str], what: str, is_allowed: Callable[[float], b
     return numbers
 
 
-def told(planned: Iterable[PlannedRequest], limits_of: Callable[[PlannedRequest], Limits]) -> list[PlannedRequest]:
-    """Return the requests with their limits on TTFT and TPOT, which the server is told. Limits that a server refuses, 0
-    or more than MAX_MS, are left out, and so are those on E2EL."""
+def with_limits(
+    planned: Iterable[PlannedRequest], limits_of: Callable[[PlannedRequest], Limits]
+) -> list[PlannedRequest]:
+    """Return the requests with the limits on TTFT and TPOT that `limits_of` has for each, to be sent to the server.
+
+    Limits that a server refuses, 0 or more than MAX_MS, are left out, and so are those on E2EL.
+    """
 
     def limit_ms(limit_s: float | None) -> float | None:
         return limit_s * MS if limit_s is not None and 0 < limit_s * MS <= MAX_MS else None
@@ -86,7 +94,7 @@ def told(planned: Iterable[PlannedRequest], limits_of: Callable[[PlannedRequest]
 
 
 def in_ms(seconds: float | None) -> float | None:
-    """Return milliseconds; None for None."""
+    """Return seconds as milliseconds; None for None."""
     return None if seconds is None else seconds * MS
 
 
@@ -94,35 +102,36 @@ def in_ms(seconds: float | None) -> float | None:
 
 
 def ttft_s(outcome: Outcome) -> float | None:
-    """Return the time to first token; None when no token came."""
+    """Return the time to first token in seconds; None when no token came."""
     return outcome.arrivals_s[0] - outcome.sent_s if outcome.arrivals_s else None
 
 
 def tpot_s(outcome: Outcome) -> float | None:
-    """Return the time per token after the first; None when less than two tokens came."""
+    """Return the time per token after the first in seconds; None when less than two tokens came."""
     if not outcome.arrivals_s or outcome.num_output_tokens < 2:
         return None
     return (outcome.arrivals_s[-1] - outcome.arrivals_s[0]) / (outcome.num_output_tokens - 1)
 
 
 def itls_s(outcome: Outcome) -> list[float]:
+    """Return the seconds between each two moments at which tokens came."""
     return [later - earlier for earlier, later in pairwise(outcome.arrivals_s)]
 
 
 def ttst_s(outcome: Outcome) -> float | None:
-    """Return the time from the first to the second token; None when less than two tokens came."""
+    """Return the seconds from the first to the second token; None when less than two tokens came."""
     if outcome.arrival_tokens and outcome.arrival_tokens[0] > 1:
         return 0.0
     return outcome.arrivals_s[1] - outcome.arrivals_s[0] if len(outcome.arrivals_s) > 1 else None
 
 
 def e2el_s(outcome: Outcome) -> float:
+    """Return the seconds from sending to the end of the request."""
     return outcome.ended_s - outcome.sent_s
 
 
 def send_lag_s(outcome: Outcome) -> float:
-    """Return how much later than planned a request was sent, with its wait for a free place under a limit on
-    concurrency."""
+    """Return how many seconds later than planned a request was sent, with its wait under a bound on concurrency."""
     return outcome.sent_s - outcome.scheduled_s
 
 
@@ -139,7 +148,7 @@ LATENCIES: Final[dict[str, Callable[[Outcome], Sequence[float | None]]]] = {
 
 
 def missed(outcome: Outcome, limits: Limits) -> tuple[str, ...]:
-    """Return which limits a complete request missed, by name. A request without tokens misses a limit on TTFT."""
+    """Return the names of the limits that a complete request missed. One without tokens misses a limit on TTFT."""
     names = []
     first_s, each_s = ttft_s(outcome), tpot_s(outcome)
     if limits.ttft_s is not None and (first_s is None or first_s > limits.ttft_s):
@@ -164,6 +173,7 @@ class Judged(NamedTuple):
 
     @property
     def is_good(self) -> bool:
+        """Return whether the request is complete and met its limits."""
         return is_good(self.outcome, self.limits)
 
 
@@ -172,29 +182,32 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Values of one kind, whatever their unit. Without values there is no mean and no percentile: None."""
+    """Values of one kind, whatever their unit. Statistics of no values are None."""
 
     values: tuple[float, ...]
 
     @property
     def mean(self) -> float | None:
+        """Return the mean; None without values."""
         return statistics.fmean(self.values) if self.values else None
 
     @property
     def median(self) -> float | None:
+        """Return the median; None without values."""
         return self.percentile(50)
 
     @property
     def std(self) -> float | None:
-        """Return the standard deviation of these values, divided by n: of the values, not of a population."""
+        """Return the standard deviation of the values, divided by n; None without values."""
         return statistics.pstdev(self.values) if self.values else None
 
     @property
     def max(self) -> float | None:
+        """Return the greatest value; None without values."""
         return max(self.values, default=None)
 
     def percentile(self, percent: float) -> float | None:
-        """Return a percentile, interpolated between its two neighbors as numpy does by default."""
+        """Return a percentile (0 to 100), interpolated as numpy does by default; None without values."""
         if not self.values:
             return None
         values = sorted(self.values)
@@ -205,13 +218,12 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """How many requests missed, by cause: a complete request may miss several limits, a failed or refused request
-    counts there alone.
+    """How many requests missed, by cause. A complete request may miss several limits.
 
-    ttft_phases and tpot_phases are how many of ttft and tpot had which phase as the one that took most beyond the
-    median of the good requests (beyond 0 when none was good), most frequent first, of the requests with a timeline.
-    For TTFT those are the phases up to the first token. For TPOT they are the later ones, their seconds divided by
-    the tokens after the first, so that a long output is none by itself.
+    ttft_phases and tpot_phases say for how many of the ttft and tpot misses which phase took most beyond the median of
+    the good requests (beyond 0 when none was good), most frequent first, of the requests with a timeline. For TTFT
+    those are the phases up to the first token. For TPOT they are the later ones, their seconds divided by the tokens
+    after the first, so that a long output counts for nothing by itself.
     """
 
     ttft: int
@@ -224,7 +236,7 @@ class Misses:
 
     @property
     def causes(self) -> list[tuple[str, int, Mapping[str, int]]]:
-        """Return name, count and phases of each cause that there is, the most frequent first."""
+        """Return name, count and phases of each cause with misses, the most frequent first."""
         causes: list[tuple[str, int, Mapping[str, int]]] = [
             ("TTFT", self.ttft, self.ttft_phases),
             ("TPOT", self.tpot, self.tpot_phases),
@@ -237,7 +249,7 @@ class Misses:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Requests that were sent again after a refusal, and what became of their last sending."""
+    """Requests that were sent again after a refusal, and what became of the last sending of each."""
 
     num: int
     num_admitted: int  # not refused again
@@ -246,9 +258,11 @@ class Returned:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a load that has one outcome a request. Latencies, tokens and phases are those of complete
-    requests. `limits` are those of every request, none where each has its own. duration_s is from the start of the load
-    to its last output."""
+    """The figures of a load with one outcome a request. Latencies, tokens and phases are those of complete requests.
+
+    `limits` are those of every request, empty where each has its own. duration_s is from the start of the load to the
+    end of its last request.
+    """
 
     judged: tuple[Judged, ...]
     limits: Limits
@@ -256,33 +270,40 @@ class Summary:
 
     @cached_property
     def outcomes(self) -> tuple[Outcome, ...]:
+        """Return all outcomes, in the order of the load."""
         return tuple(each.outcome for each in self.judged)
 
     @cached_property
     def complete(self) -> list[Outcome]:
+        """Return the outcomes that neither failed nor were refused."""
         return [outcome for outcome in self.outcomes if is_complete(outcome)]
 
     @property
     def num_offered(self) -> int:
+        """Return the number of all requests."""
         return len(self.outcomes)
 
     @property
     def num_completed(self) -> int:
+        """Return the number of complete requests."""
         return len(self.complete)
 
     @property
     def num_failed(self) -> int:
-        """Count what is not complete, refused requests included, as vLLM does."""
+        """Return the number of requests that are not complete, refused ones included, as vLLM does."""
         return self.num_offered - self.num_completed
 
     @property
     def num_refused(self) -> int:
+        """Return the number of refused requests."""
         return sum(outcome.is_refused for outcome in self.outcomes)
 
     @cached_property
     def are_good(self) -> list[bool]:
-        """Return which requests were good, in the order in which they were due. Without limits all complete ones
-        are."""
+        """Return which requests were good, in the order in which they were due.
+
+        Without limits all complete ones are.
+        """
         in_order = sorted(self.judged, key=lambda each: (each.outcome.scheduled_s, each.outcome.index))
         return [each.is_good for each in in_order]
 
@@ -293,10 +314,12 @@ class Summary:
 
     @property
     def num_good(self) -> int:
+        """Return the number of good requests."""
         return sum(self.are_good)
 
     @property
     def attainment(self) -> float:
+        """Return the share of good requests among all; 0 without any."""
         return self.num_good / self.num_offered if self.outcomes else 0.0
 
     @property
@@ -306,19 +329,25 @@ class Summary:
 
     @property
     def request_goodput_per_s(self) -> float:
+        """Return the good requests a second."""
         return self.per_s(self.num_good)
 
     @property
     def total_input_tokens(self) -> int:
+        """Return the prompt tokens of complete requests."""
         return sum(outcome.num_prompt_tokens for outcome in self.complete)
 
     @property
     def total_output_tokens(self) -> int:
+        """Return the output tokens of complete requests."""
         return sum(outcome.num_output_tokens for outcome in self.complete)
 
     @property
     def max_output_tokens_per_s(self) -> float:
-        """Return the tokens of the best second, seconds counted from the first send."""
+        """Return the tokens that came in the best second.
+
+        Seconds are counted from the first sending of a complete request.
+        """
         first_s = min((outcome.sent_s for outcome in self.complete), default=0.0)
         tokens: Counter[int] = Counter()
         for outcome in self.complete:
@@ -328,14 +357,16 @@ class Summary:
 
     @property
     def max_concurrent_requests(self) -> int:
-        """Return the most requests under way at one moment. A request that ends as another one is sent is not beside
-        it."""
+        """Return the most requests under way at one moment.
+
+        One that ends as another is sent is not under way with it.
+        """
         changes = [(each.sent_s, 1) for each in self.outcomes] + [(each.ended_s, -1) for each in self.outcomes]
         return max(accumulate(change for _, change in sorted(changes)), default=0)
 
     @cached_property
     def latencies_s(self) -> dict[str, Distribution]:
-        """Return seconds by the names of LATENCIES."""
+        """Return the latencies in seconds, by the names of LATENCIES."""
         return {
             name: Distribution(tuple(value for each in self.complete for value in values_of(each) if value is not None))
             for name, values_of in LATENCIES.items()
@@ -343,11 +374,12 @@ class Summary:
 
     @property
     def send_lag_s(self) -> Distribution:
+        """Return the send lag in seconds of all requests."""
         return Distribution(tuple(map(send_lag_s, self.outcomes)))
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Return means by the names of PHASE_FIELDS, of the requests with a timeline; empty when there are none."""
+        """Return the mean seconds of each phase of PHASE_FIELDS, of the requests with a timeline; empty without any."""
         timelines = [each.timeline for each in self.complete if each.timeline is not None]
         if not timelines:
             return {}
@@ -355,17 +387,19 @@ class Summary:
 
     @property
     def cached_share(self) -> float | None:
-        """Return the share of prompt tokens that were not computed; None when the server does not tell."""
+        """Return the share of prompt tokens that were in the prefix cache; None when no server reports them."""
         known = [each for each in self.complete if each.num_cached_tokens is not None]
         cached = sum(each.num_cached_tokens or 0 for each in known)
         return cached / sum(each.num_prompt_tokens for each in known) if known else None
 
     @cached_property
     def misses(self) -> Misses:
+        """Return how many requests missed, by cause."""
         return count_misses([(each.outcome, missed(*each)) for each in self.judged])
 
     @property
     def returned(self) -> Returned:
+        """Return how many requests were sent again, and what became of them."""
         again = [each for each in self.judged if each.outcome.num_refusals_before]
         num_admitted = sum(not each.outcome.is_refused for each in again)
         return Returned(len(again), num_admitted, sum(each.is_good for each in again))
@@ -377,11 +411,14 @@ class Summary:
         return errors.most_common(MAX_ERRORS)
 
     def per_s(self, count: float) -> float:
-        """Return a rate over the whole load; 0 for a load that took no time."""
+        """Return `count` divided by the seconds of the whole load; 0 for a load that took no time."""
         return count / self.duration_s if self.duration_s > 0 else 0.0
 
     def attainment_of(self, name: str) -> float | None:
-        """Return the attainment of one limit alone, ttft, tpot or e2el; None where it is not set."""
+        """Return the share of requests within the limit ttft, tpot or e2el alone.
+
+        None when that limit is not set, or without requests.
+        """
         limit_s = self.limits.by_name().get(name)
         if limit_s is None or not self.outcomes:
             return None
@@ -390,19 +427,21 @@ class Summary:
 
 
 def summarize(outcomes: Sequence[Outcome], limits: Limits, duration_s: float | None = None) -> Summary:
-    """Summarize a load whose requests have the same limits. duration_s is until its last request ended, unless
-    given."""
+    """Return the figures of a load whose requests have the same limits, one outcome a request.
+
+    duration_s is until the last request ended, unless it is given.
+    """
     summary = summarize_judged([Judged(outcome, limits) for outcome in outcomes])
     return replace(summary, limits=limits, duration_s=summary.duration_s if duration_s is None else duration_s)
 
 
 def summarize_judged(judged: Sequence[Judged]) -> Summary:
-    """Summarize a load each request of which has limits of its own."""
+    """Return the figures of a load whose requests each have limits of their own."""
     return Summary(tuple(judged), Limits(), max((each.outcome.ended_s for each in judged), default=0.0))
 
 
 def count_misses(judged: Sequence[tuple[Outcome, tuple[str, ...]]]) -> Misses:
-    """Count misses by cause, of all requests with the names of the limits that they missed."""
+    """Return the misses by cause of requests, given with the names of the limits that each missed."""
     complete = [(outcome, names) for outcome, names in judged if is_complete(outcome)]
     num_refused = sum(outcome.is_refused for outcome, _ in judged)
     limits = Counter(name for _, names in complete for name in names)
@@ -440,9 +479,11 @@ def _longest_phases(
 
 
 def effective_size(series: Sequence[int]) -> float:
-    """Return how many independent requests say as much about the mean as this series of them in the order of sending: 1
-    for a good request and 0 for another, or the differences of two contenders. At least 2 of 2 or more; all of them
-    when they are all alike, as nothing tells how they cluster."""
+    """Return how many independent requests say as much about the mean as this series, which is in the order of sending.
+
+    It has 1 for a good request and 0 for another, or the differences of two contenders' series. At least 2 of 2 or
+    more; all of them when they are all alike, as nothing shows how they cluster.
+    """
     num = len(series)
     if num < 3 or len(set(series)) == 1:
         return float(num)
@@ -458,8 +499,11 @@ def effective_size(series: Sequence[int]) -> float:
 
 
 def _products_of(series: Sequence[int]) -> Callable[[int], int]:
-    """Return the autocovariance of a series of -1, 0 and 1 by lag, times the square of its length, so that it is a
-    whole number and its sign is exact. The series are bits, which count many places at once."""
+    """Return a function of the lag: the series' autocovariance times the square of its length.
+
+    The series has values -1, 0 and 1, so that this is a whole number with an exact sign. They are held as bits, which
+    count many places at once.
+    """
     num, total = len(series), sum(series)
     sums = [0, *accumulate(series)]
     ones, minus_ones = (int("".join("01"[each == value] for each in series), 2) for value in (1, -1))
@@ -474,8 +518,10 @@ def _products_of(series: Sequence[int]) -> Callable[[int], int]:
 
 
 def interval(share: float, size: float) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share that was found in so many independent requests; (0, 1) of none. The
-    share is always in it."""
+    """Return Wilson's 95 % interval of a share that was found in `size` independent requests; (0, 1) for 0.
+
+    The share is always in it.
+    """
     if size == 0:
         return 0.0, 1.0
     spread = Z * Z / size
@@ -485,13 +531,14 @@ def interval(share: float, size: float) -> tuple[float, float]:
 
 
 def paired_interval(share_one: float, share_other: float, size: float) -> tuple[float, float]:
-    """Return the 95 % interval of the difference of two shares that were found in the same so many independent
-    requests, of which these shares were good with the one alone and with the other alone; (-1, 1) of none. share_one -
-    share_other is always in it.
+    """Return the 95 % interval of the difference of two shares that were found in the same `size` independent requests.
+
+    `share_one` of them were good with the first contender alone, `share_other` with the other alone; (-1, 1) for a size
+    of 0. share_one - share_other is always in it.
 
     That of Bonett and Price (2012), "Adjusted Wald confidence interval for a difference of binomial proportions based
     on paired data", J. Educ. Behav. Stat. 37: Wald's for paired data after one more request of either kind was added.
-    What is the same with both says nothing about the difference, as in McNemar's test.
+    Requests that are equal with both say nothing about the difference, as in McNemar's test.
     """
     if size == 0:
         return -1.0, 1.0

@@ -1,4 +1,4 @@
-"""Pictures of loads, as PNG files. matplotlib is imported when one is drawn; it needs no display."""
+"""Draw pictures of loads as PNG files. matplotlib is imported when one is drawn; it needs no display."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ PARTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class AttainmentPoint:
-    """The share of good requests of one contender at one rate, with its interval."""
+    """The share of good requests of one contender at one rate, with its 95 % interval."""
 
     contender: str
     rate_per_s: float
@@ -42,7 +42,10 @@ class AttainmentPoint:
 def plot_attainment(
     points: Sequence[AttainmentPoint], goal: float, path: Path, *, rate: str = "request rate, requests/s"
 ) -> None:
-    """Draw attainment over the request rate: a line with intervals for each contender, in their order, and the goal."""
+    """Draw attainment by request rate to a file: a line with intervals for each contender, and the goal.
+
+    `rate` labels the axis of rates.
+    """
     figure = new_figure(7.5, 4.5)
     axes = figure.add_subplot()
     contenders = list(dict.fromkeys(point.contender for point in points))
@@ -83,10 +86,10 @@ def plot_attainment(
 
 
 def plot_latencies(outcomes: Sequence[Outcome], limits: Limits, path: Path) -> None:
-    """Draw which share of the offered requests had at most so much TTFT and TPOT, with the limits.
+    """Draw to a file which share of the offered requests had at most so much TTFT and TPOT, with the limits.
 
-    What failed or was refused never comes, so a curve ends below 100 %; an output of one token has no TPOT, and counts
-    from the left edge on. So the curve's height at a limit is the attainment of that limit alone.
+    Failed and refused requests never reach a value, so a curve ends below 100 %; an output of one token has no TPOT,
+    and counts from the left edge on. So the curve's height at a limit is the attainment of that limit alone.
     """
     figure = new_figure(10, 4.2)
     ttft_axes, tpot_axes = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.06})
@@ -105,8 +108,10 @@ def plot_latencies(outcomes: Sequence[Outcome], limits: Limits, path: Path) -> N
 
 
 def plot_stages(findings: StageFindings, path: Path) -> None:
-    """Draw a bar for each window, as high as the rate of what was offered in it, by what became of that; with the rates
-    of the stages, and the moment from which on goodput was back."""
+    """Draw a bar for each window to a file, as high as the rate of requests due in it, divided by what became of them.
+
+    The rates of the stages are lines, and so is the moment from which on goodput was back.
+    """
     figure = new_figure(10, 4.5)
     axes = figure.add_subplot()
     windows = findings.windows
@@ -140,7 +145,7 @@ def plot_stages(findings: StageFindings, path: Path) -> None:
 
 
 def _cumulative(axes: "Axes", values_s: Sequence[float], num_below: int, offered: int, limit_s: float | None) -> None:
-    """Draw the curve of values_s, starting from num_below requests that are below all of them, and its limit."""
+    """Draw the curve of these values, which starts from `num_below` requests below all of them, and its limit."""
     values_ms = sorted(value * 1e3 for value in values_s)
     heights = [100 * (num_below + number) / offered for number in range(len(values_ms) + 1)] if offered else [0.0]
     is_skewed = bool(values_ms) and values_ms[0] > 0 and values_ms[-1] > SKEWED * values_ms[len(values_ms) // 2]
@@ -156,7 +161,7 @@ def _cumulative(axes: "Axes", values_s: Sequence[float], num_below: int, offered
 
 
 def _met(values_s: Sequence[float], limit_s: float | None, num_below: int, offered: int) -> str:
-    """Return how many are within the limit, for a title; num_below have no value and meet every limit."""
+    """Return in words which share is within the limit; `num_below` requests have no value and meet any limit."""
     if limit_s is None or not offered:
         return ""
     met = (num_below + sum(value <= limit_s for value in values_s)) / offered
@@ -164,14 +169,14 @@ def _met(values_s: Sequence[float], limit_s: float | None, num_below: int, offer
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Make a figure, sizes in inches. Not of pyplot, which keeps its figures and may want a display."""
+    """Return a new figure, sizes in inches. It is not pyplot's, which keeps figures and may want a display."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Write a PNG file, in the style of all figures."""
+    """Write a figure to a PNG file, in the style of all figures."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(visible=True, alpha=0.25)

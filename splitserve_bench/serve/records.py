@@ -1,5 +1,6 @@
-"""What a load is, whom it is sent to, and what becomes of it. Times are seconds after the start of the load."""
+"""Define what a load is, where it is sent, and its outcomes. Times are seconds after the start of the load."""
 
+import hashlib
 import json
 from array import array
 from base64 import b64decode, b64encode
@@ -19,6 +20,7 @@ COMPLETIONS: Final = "/v1/completions"
 CHATS: Final = "/chat/completions"  # ends the path of an endpoint that takes conversations
 LIMITS: Final = ("ttft_ms", "tpot_ms", "slo_class", "priority")  # of every request, the same for both backends
 MAX_ERROR_CHARACTERS: Final = 300
+DIGEST_BYTES: Final = 8
 TOKEN_TYPE: Final = "I"  # 4 bytes
 # Why SplitServe refuses a request before it is begun.
 REFUSALS: Final = frozenset(
@@ -35,8 +37,11 @@ KEPT: Final = tuple(each.name for each in fields(Timeline) if each.type in (floa
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server that a load is sent to. `address` is HOST:PORT or https://HOST:PORT for splitserve, and a URL without
-    the endpoint for openai. `extra_body` has more fields of every request; for splitserve only those of LIMITS."""
+    """A server that a load is sent to.
+
+    `address` is HOST:PORT or https://HOST:PORT for splitserve, and a URL without the endpoint for openai. `extra_body`
+    has more fields of every request; for splitserve only those of LIMITS.
+    """
 
     backend: str  # one of BACKENDS
     address: str
@@ -48,13 +53,13 @@ class Target:
 
     @property
     def takes_chats(self) -> bool:
-        """Return whether each prompt is a conversation of one message, as text."""
+        """Return whether each prompt is sent as a conversation of one message, as text."""
         return self.backend == OPENAI and self.endpoint.endswith(CHATS)
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a server tells of its model; None for what it does not tell."""
+    """What a server reports of its model; None for what it does not report."""
 
     model: str
     max_model_len: int | None
@@ -63,9 +68,10 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request of a load. Its output has exactly output_tokens tokens; without ignore_eos it may end earlier, at the
-    end-of-sequence token. A prompt that has a text is sent as text. The limits are those that the server is told, None
-    for none."""
+    """One request of a load. Its output has exactly output_tokens tokens, or without ignore_eos at most so many.
+
+    A prompt that has a text is sent as text. The limits are those that the server is sent, None for none.
+    """
 
     index: int
     send_at_s: float
@@ -80,11 +86,11 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request, as its client saw it, or of one sending of a request that is sent again after a
-    refusal. An outcome with an error is a miss, whatever tokens came.
+    """The outcome of one request, or of one of several sendings after refusals, as its client saw it.
 
-    `arrivals_s` are the moments at which tokens came and `arrival_tokens` how many came at each. Where the server does
-    not tell how many, they are 1 each, and num_output_tokens, the server's own count, may be larger than their sum.
+    One with an error is a miss, whatever tokens came. `arrivals_s` are the moments at which tokens came and
+    `arrival_tokens` how many came at each. Where the server does not report how many, they are 1 each, and
+    num_output_tokens, the server's own count, may be larger than their sum.
     """
 
     index: int
@@ -107,7 +113,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a load is, some time after its start."""
+    """How far a load is, `elapsed_s` seconds after its start."""
 
     num_planned: int
     num_sent: int
@@ -118,14 +124,17 @@ class Progress:
 
     @property
     def num_in_flight(self) -> int:
+        """Return the number of requests that have been sent and have not ended."""
         return self.num_sent - self.num_completed - self.num_failed
 
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """What the KV offload of all nodes have done: full blocks that were read back, and those of prompts that were in
-    no tier, or faster computed; seconds that prompts waited for them, and what computing would have taken beyond that,
-    as the nodes reckon."""
+    """What the KV offload of all nodes did: blocks of prompts that were loaded back (hits), or not (misses).
+
+    Only full blocks count that the pools did not hold. Prompts waited `read_s` seconds for hits, and computing them
+    would have taken `saved_s` seconds more, by the nodes' estimate.
+    """
 
     block_tokens: int
     num_hits: int
@@ -140,8 +149,11 @@ class TierUse:
 
 
 class RequestFailed(SplitServeError):
-    """A request without a complete output. is_refused: the server turned it away; retry_after_s: when it may be sent
-    again."""
+    """A request without a complete output, and why.
+
+    `is_refused`: the server turned it away; `retry_after_s`: in how many seconds it may be sent again, None when
+    unknown.
+    """
 
     def __init__(self, message: str, *, is_refused: bool = False, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -150,7 +162,7 @@ class RequestFailed(SplitServeError):
 
 
 class Reply:
-    """Collects what comes back for one request. `now_s` gives the seconds since the start of the load."""
+    """Collect what comes back for one request. `now_s` returns the seconds since the start of the load."""
 
     def __init__(self, request: PlannedRequest, now_s: Callable[[], float]) -> None:
         self.num_prompt_tokens = len(request.prompt)
@@ -168,13 +180,13 @@ class Reply:
         self._arrival_tokens: list[int] = []
 
     def arrived(self, moment_s: float, num_tokens: int) -> None:
-        """Record tokens that came at a moment that `now_s` gave."""
+        """Record tokens that came at a moment of `now_s`."""
         self._arrivals_s.append(moment_s)
         self._arrival_tokens.append(num_tokens)
         self.num_arrived_tokens += num_tokens
 
     def check_complete(self) -> None:
-        """Raise RequestFailed when the output has not come to its end, or has another length than was asked for."""
+        """Raise RequestFailed when the output has not come to its end, or has another length than wanted."""
         if not self.is_ended:
             raise RequestFailed("the stream ended before the output did")
         wanted, counted, is_exact = self._request.output_tokens, self.num_output_tokens, self._request.ignore_eos
@@ -184,8 +196,10 @@ class Reply:
             raise RequestFailed(f"the output stopped before it had {wanted} tokens, and nobody counted them")
 
     def outcome(self, error: str = "", *, is_refused: bool = False, retry_after_s: float | None = None) -> Outcome:
-        """Return what became of the request, which ends now. A request whose output has begun is not refused any
-        more."""
+        """Return the outcome of the request, which ends now, with this error ("": complete).
+
+        A request whose output has begun does not count as refused.
+        """
         counted, is_refused = self.num_output_tokens, is_refused and not self._arrivals_s
         return Outcome(
             index=self._request.index,
@@ -211,8 +225,11 @@ def is_complete(outcome: Outcome) -> bool:
 
 
 def returns_at_s(outcome: Outcome, most_repeats: int, patience_s: float) -> float | None:
-    """Return when a client that obeys the server sends the request again. None where it does not: the request was not
-    refused, or not told to come back within patience_s, or has been sent again most_repeats times."""
+    """Return when a client that obeys the server sends the request again, in seconds after the start of the load.
+
+    None if the request was not refused, got no time to come back within `patience_s` seconds, or has been sent again
+    `most_repeats` times.
+    """
     retry_after_s = outcome.retry_after_s if outcome.is_refused else None
     if retry_after_s is None or retry_after_s > patience_s or outcome.num_refusals_before >= most_repeats:
         return None
@@ -220,31 +237,40 @@ def returns_at_s(outcome: Outcome, most_repeats: int, patience_s: float) -> floa
 
 
 def last_sendings(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Return the final outcome of each request. In `outcomes` the sendings of a request follow each other."""
+    """Return the last outcome of each request. In `outcomes` those of one request follow each other."""
     return list({outcome.index: outcome for outcome in outcomes}.values())
 
 
 def times_of(told: Mapping[str, Any]) -> dict[str, float]:
-    """Return what is told in seconds, in a timeline or by a refusal, by the names of KEPT; is_late is 1 or 0."""
+    """Return the seconds that a timeline or a refusal has, by the names of KEPT; is_late is 1 or 0."""
     told = rename_keys(told)
     return {name: float(told[name]) for name in KEPT if name in told}
 
 
 def bounded(text: str) -> str:
-    """Return the beginning of a text, on one line."""
+    """Return the beginning of a text, on one line of at most MAX_ERROR_CHARACTERS characters."""
     text = " ".join(text.split())
     return text if len(text) <= MAX_ERROR_CHARACTERS else text[: MAX_ERROR_CHARACTERS - 3] + "..."
 
 
 def pack_request(request: PlannedRequest) -> bytes:
-    """Return the request as one line of JSON, with its end. Token ids must be 0 to 2**32 - 1."""
+    """Return the request as one line of JSON, with its newline. Token ids must be 0 to 2**32 - 1."""
     values = {each.name: getattr(request, each.name) for each in fields(request)}
     prompt = b64encode(array(TOKEN_TYPE, request.prompt).tobytes()).decode()  # numbers take longer
     return json.dumps({**values, "prompt": prompt}, separators=(",", ":")).encode() + b"\n"
 
 
+def load_digest(conditions: object, planned: Iterable[PlannedRequest]) -> str:
+    """Return a digest, as hex digits, of these requests and of the `repr` of the conditions that they are sent under:
+    loads with one digest have one outcome, as far as the server's does not vary."""
+    digest = hashlib.blake2s(repr(conditions).encode(), digest_size=DIGEST_BYTES)
+    for each in planned:
+        digest.update(pack_request(each))
+    return digest.hexdigest()
+
+
 def unpack_request(line: bytes) -> PlannedRequest:
-    """Return the request of a line of `pack_request`; a token of its prompt takes four bytes."""
+    """Return the request that a line of `pack_request` has."""
     values, prompt = json.loads(line), array(TOKEN_TYPE)
     prompt.frombytes(b64decode(values["prompt"]))
     return PlannedRequest(**{**values, "prompt": prompt})

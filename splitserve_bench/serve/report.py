@@ -1,4 +1,4 @@
-"""What `splitserve bench serve` shows of a load: how far it is, its figures as tables or JSON, files and pictures."""
+"""Show a load's progress and its figures as tables or JSON, and write its files and pictures."""
 
 import json
 import math
@@ -16,6 +16,7 @@ from rich.table import Table
 from serving_core.errors import SettingsError
 from serving_core.process.extras import require
 from splitserve.commands.terminal import PHASE_NAMES, plain_table, report, stderr, stdout, waiting
+from splitserve_bench.report import known
 from splitserve_bench.serve.command import CAPACITY_CONCURRENCY, CAPACITY_REQUESTS, ServeOptions
 from splitserve_bench.serve.metrics import Summary, parse_goodput, summarize
 from splitserve_bench.serve.plots import plot_latencies, plot_stages
@@ -52,10 +53,13 @@ NAMES: Final = {
 
 
 class Reporting:
-    """Reports a load. Made before it, so that flags and folders that cannot be used are found then: SettingsError,
-    BenchError."""
+    """Report a load by its flags. Made before the load is sent, so that unusable flags and folders are found then."""
 
     def __init__(self, options: ServeOptions) -> None:
+        """Check the flags about the report, and make the folders of its files.
+
+        Raises SettingsError for a folder that cannot be made, and SettingsError or BenchError for flags.
+        """
         if options.plots is not None:
             require("bench")
         self._options = options
@@ -72,8 +76,7 @@ class Reporting:
                 raise SettingsError(f"{folder} cannot be made: {error.strerror}") from error
 
     def begin(self, model: str, workload: Workload, request_rate_per_s: float) -> Run:
-        """Return the run that starts now, at this rate or at stages of it; report a file that has less than was asked
-        for."""
+        """Return the run that starts now, at this rate or at stages of it; report a data set with too few requests."""
         options = self._options
         if len(workload.planned) < (options.num_prompts or 0):
             report(f"the data set has {len(workload.planned)} requests, not the {options.num_prompts} of --num-prompts")
@@ -81,8 +84,10 @@ class Reporting:
         return Run(started_at, options, model, request_rate_per_s, workload.stages, workload.num_clipped)
 
     def show(self, outcomes: Sequence[Outcome], run: Run) -> None:
-        """Print what was found, and write files and pictures. Raises SettingsError and BenchError for a file that
-        cannot be written."""
+        """Print the figures of a load, and write its files and pictures. `outcomes` are in the order of the load.
+
+        Raises SettingsError or BenchError for a file that cannot be written, after printing.
+        """
         summary = summarize(last_sendings(outcomes), self._limits)
         findings = findings_of(outcomes, run.stages, self._limits, self._options.attainment) if run.stages else None
         try:
@@ -94,7 +99,7 @@ class Reporting:
             self._print(summary, run, findings)
 
     def show_stopped(self, outcomes: Sequence[Outcome], num_planned: int, run: Run) -> None:
-        """Print what came before the load was stopped, or broke off, without its stages; nothing is saved."""
+        """Print the figures of the requests that ended before the load was stopped; nothing is saved."""
         last = last_sendings(outcomes)
         report(f"stopped: {num_planned - len(last)} of {num_planned} requests have no outcome, and do not count here")
         if last and not self._options.as_json:
@@ -132,7 +137,10 @@ class Reporting:
 
 @contextmanager
 def shown_progress(label: str) -> Iterator[Callable[[Progress], None]]:
-    """Show a line that changes; without a terminal a new line for each tenth of the load."""
+    """Return a context manager that yields a function which shows progress: on a line that changes.
+
+    Without a terminal it prints a new line for each tenth of the load.
+    """
     with waiting(f"{label}: connecting") as show:
         shown = 0
 
@@ -166,7 +174,7 @@ def capacity_line(rate_per_s: float) -> str:
 
 
 def serve_view(summary: Summary, run: Run) -> Group:
-    """Show all figures, one below the other, warnings last."""
+    """Return all figures of a load, one below the other, warnings last."""
     parts: list[object] = [_load_line(run), "", _counts_table(summary, run), ""]
     parts += [*map(escape, _errors_lines(summary)), _latency_table(summary, run.options), MEANING]
     if summary.limits.by_name():
@@ -177,7 +185,7 @@ def serve_view(summary: Summary, run: Run) -> Group:
             f"and {returned.num_good} of these were good"
         ]
     if phases_s := summary.phases_s:
-        means = ", ".join(f"{PHASE_NAMES[field]} {_ms(seconds)} ms" for field, seconds in phases_s.items())
+        means = ", ".join(f"{PHASE_NAMES[field]} {mean_s * 1e3:.1f} ms" for field, mean_s in phases_s.items())
         parts += ["", f"mean of each phase: {means}"]
     if (tier := run.tier) is not None:
         parts += [
@@ -189,14 +197,14 @@ def serve_view(summary: Summary, run: Run) -> Group:
 
 
 def lag_warnings(summary: Summary, max_concurrency: int | None = None) -> list[str]:
-    """Return that requests were sent too late for such limits."""
+    """Return a sentence when requests were sent too late for such limits to be judged; else an empty list."""
     most_s = MAX_SEND_LAG_S
     if summary.limits.ttft_s is not None:
         most_s = min(most_s, MAX_SEND_LAG_OF_TTFT * summary.limits.ttft_s)
     lag_s = summary.send_lag_s.percentile(99)
     if lag_s is None or lag_s <= most_s:
         return []
-    lag = f"warning: the send lag's p99 is {_ms(lag_s)} ms, more than {most_s * 1e3:g} ms: "
+    lag = f"warning: the send lag's p99 is {known(lag_s, '.1f', 1e3)} ms, more than {most_s * 1e3:g} ms: "
     if max_concurrency is None:
         return [f"{lag}the generator did not keep up, so the server saw another load than the one asked for"]
     return [
@@ -250,7 +258,7 @@ def _counts_table(summary: Summary, run: Run) -> Table:
 
 
 def _errors_lines(summary: Summary) -> list[str]:
-    """Return why requests failed or were refused, the most frequent words first; nothing when all were complete."""
+    """Return why requests failed or were refused, most frequent first; an empty list when all were complete."""
     frequent = summary.frequent_errors
     if not frequent:
         return []
@@ -266,7 +274,8 @@ def _latency_table(summary: Summary, options: ServeOptions) -> Table:
     rows = {NAMES[name]: summary.latencies_s[name] for name in metrics}
     for title, latency_s in {**rows, "send lag of all requests": summary.send_lag_s}.items():
         among = [latency_s.percentile(each) for each in percentiles]
-        table.add_row(title, *map(_ms, [latency_s.mean, latency_s.median, latency_s.std, *among, latency_s.max]))
+        values_s = [latency_s.mean, latency_s.median, latency_s.std, *among, latency_s.max]
+        table.add_row(title, *(known(each_s, ".1f", 1e3) for each_s in values_s))
     return table
 
 
@@ -281,7 +290,7 @@ def _attainment_line(summary: Summary) -> str:
 
 
 def _misses_lines(summary: Summary) -> list[str]:
-    """Return what the requests missed, and by which phases; nothing when all were good."""
+    """Return which limits the requests missed, and by which phases; an empty list when all were good."""
     causes = summary.misses.causes
     told = ", ".join(f"{name} {count}" for name, count, _ in causes)
     lines = [f"missed, a request perhaps by several: {told}"] if told else []
@@ -290,7 +299,3 @@ def _misses_lines(summary: Summary) -> list[str]:
             each = ", ".join(f"{PHASE_NAMES[field]} {count}" for field, count in phases.items())
             lines.append(f"  {name} misses by the phase furthest beyond the median of the good requests: {each}")
     return lines
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.1f}"

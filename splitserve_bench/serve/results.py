@@ -1,4 +1,4 @@
-"""A load's figures as JSON with vLLM's keys, so that what reads its results reads ours."""
+"""Return a load's figures as JSON with vLLM's keys, for programs that read its results, and write files."""
 
 import math
 import os
@@ -28,11 +28,11 @@ from splitserve_bench.serve.stages import StageFindings
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was run. An infinite request rate is everything at once, or a trace at its own times, or that of a ramp.
+    """What was run. An infinite request rate is all requests at once, a trace at its own times, or a ramp.
 
-    stages are those of a load in stages, which are multiples of the request rate. num_clipped are the requests cut to
-    what the model takes; tier what the KV offload of a simulated fleet did, None where it has none. digest is of what
-    a simulation was asked, which names its file instead of the time.
+    `stages` are multiples of the request rate. `num_clipped` requests were cut to what the model takes; `tier` is what
+    the KV offload of a simulated fleet did, None where it has none. `digest` is that of a simulation's arguments, which
+    names its file instead of the time.
     """
 
     started_at: datetime
@@ -46,11 +46,12 @@ class Run:
 
     @property
     def date(self) -> str:
+        """Return the time of the start as YYYYMMDD-HHMMSS."""
         return self.started_at.strftime("%Y%m%d-%H%M%S")
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
-    """Parse names of LATENCIES such as `ttft,tpot`. Raises BenchError."""
+    """Return the names of LATENCIES in a text such as `ttft,tpot`. Raises BenchError for another name."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     unknown = [name for name in names if name not in LATENCIES]
     if unknown:
@@ -59,7 +60,7 @@ def parse_metrics(text: str) -> tuple[str, ...]:
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
-    """Parse percentiles such as `50,99.9`. Raises BenchError for anything else than numbers from 0 to 100."""
+    """Return the percentiles in a text such as `50,99.9`. Raises BenchError for anything but numbers from 0 to 100."""
     try:
         percentiles = tuple(dict.fromkeys(float(word) for word in text.split(",")))
     except ValueError as error:
@@ -70,8 +71,11 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
 
 
 def file_name(run: Run) -> str:
-    """Return the result's name as vLLM has it: label or backend, rate, concurrency where limited, the model's last
-    part, date, or the digest of a simulation."""
+    """Return the name of the result's file as vLLM has it: label, rate, concurrency, model, and date or digest.
+
+    Without --label the backend is named; the concurrency only where it is limited; of the model the last part of its
+    name.
+    """
     limit, ramp = run.options.max_concurrency, run.options.ramp
     concurrency = "" if limit is None else f"-concurrency{limit}"
     label = (run.options.label or run.options.backend_name).replace("/", "-")
@@ -85,11 +89,10 @@ def file_name(run: Run) -> str:
 
 
 def result_json(summary: Summary, run: Run, findings: StageFindings | None = None) -> dict[str, Any]:
-    """Return one JSON object: vLLM's keys with vLLM's meaning, then ours; ttst is there always. The findings are those
-    of a load in stages.
+    """Return one JSON object: vLLM's keys with vLLM's meaning, then ours. `findings` are those of a load in stages.
 
-    Where nothing was measured there is null. --save-detailed adds the lists of all requests in the order of the load,
-    with 0 for the latencies of those without tokens, as in vLLM.
+    Where nothing was measured there is null; ttst is always there. --save-detailed adds lists with a value for each
+    request in the order of the load, with 0 for the latencies of those without tokens, as in vLLM.
     """
     options = run.options
     metrics, percentiles = parse_metrics(options.percentile_metrics), parse_percentiles(options.metric_percentiles)
@@ -108,7 +111,10 @@ def result_json(summary: Summary, run: Run, findings: StageFindings | None = Non
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all, whenever this process is killed. Raises BenchError."""
+    """Write a file so that it is complete or not there, whenever this process is killed.
+
+    Raises BenchError when it cannot be written.
+    """
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("w", encoding="utf-8") as file:
@@ -121,14 +127,15 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_share(tier: TierUse, summary: Summary) -> float:
-    """Return the share of prompt tokens of complete requests that was read back; what was read for preempted requests
-    counts."""
+    """Return the share of prompt tokens of complete requests that were loaded from the KV offload.
+
+    Those loaded for preempted requests count too.
+    """
     return tier.num_hits * tier.block_tokens / max(1, summary.total_input_tokens)
 
 
 def request_lines(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
-    """Return one JSON object for each request: the fields of Outcome, and its latencies in seconds, null where it has
-    none."""
+    """Yield one JSON object for each outcome: its fields, and its latencies in seconds, null where it has none."""
     for outcome in outcomes:
         line: dict[str, Any] = {each.name: getattr(outcome, each.name) for each in fields(outcome)}
         line["timeline"] = None if outcome.timeline is None else dict(outcome.timeline)
@@ -176,7 +183,7 @@ def _figures(summary: Summary) -> dict[str, Any]:
 
 
 def _attainments(summary: Summary, run: Run) -> dict[str, Any]:
-    """Return what vLLM does not tell."""
+    """Return the fields that vLLM does not have."""
     limits = summary.limits.by_name()
     goodput, num_gpus = summary.request_goodput_per_s, run.options.num_gpus
     return {

@@ -1,4 +1,4 @@
-"""One run of `splitserve bench serve`: what is asked of a running server, and what is made of it."""
+"""Run `splitserve bench serve` once: connect, warm up, send the load, and report it."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from splitserve.launch.models import HUB_ID
 from splitserve_bench.errors import BenchError
 from splitserve_bench.serve.command import CAPACITY_CONCURRENCY, TEXTS, ServeOptions
 from splitserve_bench.serve.generator import Order, describe, run_load
-from splitserve_bench.serve.metrics import parse_goodput, summarize, told
+from splitserve_bench.serve.metrics import parse_goodput, summarize, with_limits
 from splitserve_bench.serve.records import Outcome, PlannedRequest, Target
 from splitserve_bench.serve.report import Reporting, capacity_line, shown_progress
 from splitserve_bench.serve.workload import (
@@ -29,7 +29,11 @@ from splitserve_bench.serve.workload import (
 
 
 async def serve(options: ServeOptions) -> None:
-    """Send the load that the options ask for, and report it. Raises BenchError when no request is complete."""
+    """Send the load that the options describe, and print and save its figures.
+
+    Raises SettingsError for options that do not go together, and BenchError when the server does not reply, the load
+    breaks off or no request is complete. When it is stopped, the requests that ended are reported.
+    """
     options.check_flags()
     options.check_pace()
     reporting, limits = Reporting(options), parse_goodput(options.goodput)
@@ -40,7 +44,7 @@ async def serve(options: ServeOptions) -> None:
     workload = workload_of(options, session.max_model_len, session.vocab_size)
     await session.warm_up(workload, options.num_warmups)
     run = reporting.begin(session.target.model, workload, options.request_rate)
-    planned = told(workload.planned, lambda each: limits) if options.send_limits else workload.planned
+    planned = with_limits(workload.planned, lambda each: limits) if options.send_limits else workload.planned
     came: list[Outcome] = []
     try:
         outcomes = await session.send(
@@ -61,7 +65,7 @@ async def serve(options: ServeOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A server that has answered, and what it serves."""
+    """A server that has replied, and what it serves."""
 
     options: ServeOptions
     target: Target
@@ -69,8 +73,10 @@ class Session:
     vocab_size: int
 
     async def capacity_per_s(self) -> float:
-        """Measure how many requests a second the server answers in a closed loop, after a warm-up, and report it.
-        Raises BenchError when some fail."""
+        """Measure how many requests a second the server serves in a closed loop, after a warm-up; report and return it.
+
+        Raises BenchError when some fail.
+        """
         workload = capacity_load(self.options, self.max_model_len, self.vocab_size)
         await self.warm_up(workload, CAPACITY_CONCURRENCY)
         rate = capacity_per_s(await self.send(workload.planned, "capacity", max_concurrency=CAPACITY_CONCURRENCY))
@@ -78,7 +84,7 @@ class Session:
         return rate
 
     async def warm_up(self, workload: Workload, count: int) -> None:
-        """Send requests that do not count."""
+        """Send `count` requests like the load's first ones, which do not count; report how many failed."""
         planned = warm_up_of(workload, count, self.vocab_size, self.options.seed)
         if not planned:
             return
@@ -95,8 +101,12 @@ class Session:
         max_concurrency: int | None,
         obey_retry_after: int = 0,
     ) -> list[Outcome]:
-        """Send a load; `on_outcome` is called for each outcome as it comes. Raises BenchError when the load breaks
-        off."""
+        """Send a load and return its outcomes; `on_outcome` is called for each outcome as it comes.
+
+        At most `max_concurrency` requests run at a time (None: any number), and a refused one is sent again at most
+        `obey_retry_after` times. `label` begins the line that shows the progress. Raises BenchError when the load
+        breaks off.
+        """
         if self.target.takes_chats and self.options.tokenizer is not None:
             planned = as_texts(planned, self.options.tokenizer)
         with shown_progress(label) as on_progress:
@@ -105,8 +115,11 @@ class Session:
 
 
 async def connect(options: ServeOptions) -> Session:
-    """Ask the server what it serves. Raises BenchError when it does not answer, and SettingsError for flags that
-    contradict one another, or texts without a tokenizer."""
+    """Ask the server what it serves, and return it with the options, whose tokenizer is found when needed.
+
+    Raises BenchError when the server does not reply, and SettingsError for flags that contradict one another and for
+    texts whose tokenizer is not found.
+    """
     target = options.where()
     served = await describe(target)
     users = [f"--dataset-name {options.dataset_name}"] if options.dataset_name in TEXTS else []

@@ -1,4 +1,4 @@
-"""What became of the requests of a load in stages: by stage, by window of time, and in the highest stage."""
+"""Summarize the requests of a load in stages: by stage, by window of time, and in the stage with the highest rate."""
 
 import math
 from bisect import bisect_left
@@ -10,6 +10,7 @@ from typing import Any, Final
 from rich.console import Group
 
 from splitserve.commands.terminal import plain_table
+from splitserve_bench.report import known
 from splitserve_bench.serve.arrivals import Stage
 from splitserve_bench.serve.metrics import Distribution, Limits, e2el_s, in_ms, is_good, ttft_s
 from splitserve_bench.serve.records import Outcome
@@ -24,8 +25,11 @@ MEANING: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Counts requests by when they were due. Each sending is counted once: good, complete but late, refused with or
-    without a time to come back, or failed."""
+    """Counts of the requests that were due within a time. Each sending of a request counts once.
+
+    It was good, complete but late, refused with or without a time to come back (`num_refused_until`, `num_refused`), or
+    failed.
+    """
 
     start_s: float
     end_s: float
@@ -37,34 +41,37 @@ class Window:
 
     @property
     def num_offered(self) -> int:
+        """Return the number of all requests that were due."""
         return self.num_admitted + self.num_refused_until + self.num_refused
 
     @property
     def num_admitted(self) -> int:
-        """Count the requests that were not refused."""
+        """Return the number of requests that were not refused."""
         return self.num_good + self.num_late + self.num_failed
 
     @property
     def goodput_per_s(self) -> float:
+        """Return the good requests a second."""
         return self.num_good / (self.end_s - self.start_s)
 
     @property
     def attainment(self) -> float | None:
-        """Return the share of good requests among all that were due in the window; None if none was.
-
-        The late, refused and failed count among all.
-        """
+        """Return the share of good requests among all that were due; None if none was."""
         return _ratio(self.num_good, self.num_offered)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields and what is derived from them."""
         derived = ("num_offered", "num_admitted", "goodput_per_s", "attainment")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
 @dataclass(frozen=True, slots=True)
 class StageFindings:
-    """`highest` is the window while the rate was highest, for JSON, beside the goodput of the stage before, None where
-    there is none. `back_s` is from its end until goodput is back, None when it is not, or nothing followed."""
+    """What became of a load in stages, by stage and by window.
+
+    `highest` has for JSON the window of the highest rate, beside the goodput of the stage before, None where there is
+    none. `back_s` is from its end until goodput is back; None when it does not come back, or nothing followed.
+    """
 
     attainment: float  # from which on goodput is back
     stages: tuple[Stage, ...]
@@ -75,7 +82,7 @@ class StageFindings:
 
     @property
     def back_sentence(self) -> str:
-        """Return how long after the highest stage goodput was back, in words."""
+        """Return in words how long after the highest stage goodput was back."""
         end_s = self.highest["end_s"]
         if not any(each.num_offered for each in self.by_stage if each.start_s >= end_s):
             return "Nothing was sent after the highest stage: whether goodput comes back is not known."
@@ -88,6 +95,7 @@ class StageFindings:
         return f"Goodput was back for what came {self.back_s:g} s after the highest stage and later: {wanted}."
 
     def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of all findings."""
         by_stage = [
             {"times": stage.times, "rate_per_s": stage.rate_per_s, **window.to_json()}
             for stage, window in zip(self.stages, self.by_stage, strict=True)
@@ -104,7 +112,10 @@ class StageFindings:
 def findings_of(
     outcomes: Sequence[Outcome], stages: Sequence[Stage], limits: Limits, attainment: float
 ) -> StageFindings:
-    """Return what became of a load of these stages; goodput is back where this share of the requests is good."""
+    """Return what became of a load of these stages.
+
+    Goodput is back when the share `attainment` of the requests is good.
+    """
     start_s, end_s = highest_of(stages)
     last_s = stages[-1].end_s
     edges_s = [stages[0].start_s, *(stage.end_s for stage in stages)]
@@ -119,22 +130,25 @@ def findings_of(
 
 
 def highest_of(stages: Sequence[Stage]) -> tuple[float, float]:
-    """Return from when to when the request rate is highest: to the end of the last stage with that rate."""
+    """Return start and end in seconds of the highest rate: to the end of the last stage that has it."""
     most = max(stage.rate_per_s for stage in stages)
     highest = [stage for stage in stages if stage.rate_per_s == most]
     return highest[0].start_s, highest[-1].end_s
 
 
 def windows_of(outcomes: Sequence[Outcome], limits: Limits, start_s: float, end_s: float) -> list[Window]:
-    """Return a window for every WINDOW_S; the last one may be shorter."""
+    """Return the counts of each WINDOW_S seconds from start to end; the last window may be shorter."""
     num_windows = math.ceil((end_s - start_s) / WINDOW_S)
     edges_s = [start_s + number * WINDOW_S for number in range(num_windows)] + [end_s]
     return _windows_between(outcomes, limits, edges_s)
 
 
 def back_after_s(windows: Sequence[Window], attainment: float) -> float | None:
-    """Return how long after the start of the first of these windows goodput is back: until the first one whose share of
-    good requests is at least `attainment`, as is that of it and all later ones together. None when it never is."""
+    """Return how many seconds after the start of these windows goodput is back; None when it never is.
+
+    It is back from the first window on whose share of good requests is at least `attainment`, as is that of it and all
+    later ones together.
+    """
     num_good = num_offered = 0
     back_s = None
     for window in reversed(windows):
@@ -171,7 +185,7 @@ def _highest(
 
 
 def _windows_between(outcomes: Sequence[Outcome], limits: Limits, edges_s: Sequence[float]) -> list[Window]:
-    """Return a window between each edge and the next."""
+    """Return the counts between each edge and the next."""
     windows = []
     for due, (start_s, end_s) in zip(_due(outcomes, edges_s), pairwise(edges_s), strict=True):
         refused = [outcome for outcome in due if outcome.is_refused]
@@ -198,7 +212,7 @@ def _ratio(part: float, whole: float | None) -> float | None:
 
 
 def stages_view(findings: StageFindings) -> Group:
-    """Show stages and windows as tables, how the highest stage went, and whether goodput came back."""
+    """Return tables of stages and windows, how the highest stage went, and whether goodput came back."""
     stages = plain_table("stage", numbers=("req/s", *COUNTS))
     for stage, window in zip(findings.stages, findings.by_stage, strict=True):
         stages.add_row(_seconds(window.start_s, window.end_s), f"{stage.rate_per_s:.3g}", *_cells(window))
@@ -213,15 +227,15 @@ def _highest_lines(found: dict[str, Any]) -> list[str]:
     before = ""
     if found["mean_before_per_s"] is not None:
         before = (
-            f": {_percent(found['of_mean_before'])} of the {found['mean_before_per_s']:.2f} of the stage before, "
-            f"{_percent(found['of_best_before'])} of the {found['best_before_per_s']:.2f} of its best window"
+            f": {known(found['of_mean_before'], '.0%')} of the {found['mean_before_per_s']:.2f} of the stage before, "
+            f"{known(found['of_best_before'], '.0%')} of the {found['best_before_per_s']:.2f} of its best window"
         )
     num_refused = found["num_refused_until"] + found["num_refused"]
     lines = [
         f"highest stage, {_seconds(found['start_s'], found['end_s'])}: {found['goodput_per_s']:.2f} good requests/s"
         f"{before}",
-        f"  admitted: {found['num_admitted']} of {found['num_offered']}, {_percent(found['admitted_good'])} of them "
-        f"good; TTFT {_listed_ms(found['ttft_ms'])}",
+        f"  admitted: {found['num_admitted']} of {found['num_offered']}, {known(found['admitted_good'], '.0%')} of "
+        f"them good; TTFT {_listed_ms(found['ttft_ms'])}",
     ]
     if num_refused:
         lines.append(f"  refused: {num_refused}; from sending to refusal {_listed_ms(found['refusal_ms'])}")
@@ -234,13 +248,9 @@ def _seconds(start_s: float, end_s: float) -> str:
 
 def _cells(window: Window) -> list[str]:
     others = (window.num_late, window.num_refused_until, window.num_refused, window.num_failed)
-    share = _percent(window.attainment)
+    share = known(window.attainment, ".0%")
     return [str(window.num_offered), str(window.num_good), f"{window.goodput_per_s:.2f}", share, *map(str, others)]
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
-
-
 def _listed_ms(statistics_ms: dict[str, float | None]) -> str:
-    return ", ".join(f"{name} {'-' if each is None else f'{each:.0f}'} ms" for name, each in statistics_ms.items())
+    return ", ".join(f"{name} {known(each, '.0f')} ms" for name, each in statistics_ms.items())

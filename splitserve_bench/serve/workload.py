@@ -1,9 +1,9 @@
-"""The load that the flags of a command ask for: random requests, those of a trace, or texts, read as vLLM's `bench
-serve` reads them: ShareGPT's conversations, and prompts one a line.
+"""Make the load that the flags of a command describe: random requests, those of a trace, or texts.
 
-ShareGPT's prompts are sent as they stand. The model's tokenizer tells here how long they are, with the special tokens
-that it adds by itself, as the server's does there. Around those of a custom file goes the model's chat template, unless
-told otherwise: the token ids are sent that a conversation of this one message has.
+Texts are read as vLLM's `bench serve` reads them: ShareGPT's conversations, and prompts one a line. ShareGPT's prompts
+are sent as they stand. The model's tokenizer finds their lengths here, with the special tokens that it adds by itself,
+as the server's does there. The prompts of a custom file are put into the model's chat template, unless the flags say
+otherwise: the token ids are sent that a conversation of this one message has.
 """
 
 import json
@@ -67,13 +67,15 @@ class Workload:
 
 
 class Source:
-    """Draws the requests of a data set. `traced` are those of a trace, empty for other data sets."""
+    """Draw the requests of a data set. `traced` are those of a trace, empty for other data sets."""
 
     def __init__(
         self, dataset: Dataset, vocab_size: int, tokenizer_folder: Path | None, limit: int | None = None
     ) -> None:
-        """Read the data set; of a trace the first `limit` requests. Texts need the model's folder. Raises BenchError
-        when the data set cannot be read, ModelError for a folder without a tokenizer."""
+        """Read the data set; of a trace the first `limit` requests, None for all. Texts need the model's folder.
+
+        Raises BenchError when the data set cannot be read, and ModelError for a folder without a tokenizer.
+        """
         self._dataset, self._vocab_size = dataset, vocab_size
         self._texts: Texts | None = None
         self.traced: list[TracedRequest] = []
@@ -85,7 +87,7 @@ class Source:
             self.traced = read(Path(dataset.path), length_scale=dataset.length_scale, limit=limit)
 
     def drawn(self, num_requests: int, rng: Random) -> list[Shape]:
-        """Draw requests of a data set that is no trace; fewer where a file has fewer."""
+        """Return requests that `rng` draws from a data set that is no trace; fewer where a file has fewer."""
         if self._texts is not None:
             return self._texts.shapes(num_requests, rng)
         data = self._dataset
@@ -99,13 +101,24 @@ class Source:
             prefix_tokens=data.random_prefix_len,
         )
 
-    def replayed(self, traced: Sequence[TracedRequest], seed: int) -> list[Shape]:
-        return trace_load(traced, self._vocab_size, seed)
+    def replayed(self, traced: Sequence[TracedRequest], seed: int, first: int = 0) -> list[Shape]:
+        """Return prompts and output lengths of these requests of a trace, which are number `first` and the following of
+        a load: without hash ids, prompts depend on the number and the seed."""
+        return trace_load(traced, self._vocab_size, seed, first)
+
+    def clipped_share(self, max_model_len: int, num_sampled: int, rng: Random) -> float:
+        """Return the share of requests that have more than `max_model_len` tokens: of all of a trace, else of
+        `num_sampled` that `rng` draws."""
+        lengths = [each.input_tokens + each.output_tokens for each in self.traced]
+        lengths = lengths or [len(each.prompt) + each.output_tokens for each in self.drawn(num_sampled, rng)]
+        return sum(length > max_model_len for length in lengths) / len(lengths)
 
 
 def workload_of(options: ServeOptions, max_model_len: int | None, vocab_size: int) -> Workload:
-    """Return the load of the data set, in stages of a finite --request-rate where there are some. Raises SettingsError
-    or BenchError for what cannot be sent."""
+    """Return the load that the flags describe, clipped to `max_model_len` tokens (None: not clipped).
+
+    With stages --request-rate must be finite. Raises SettingsError or BenchError for a load that cannot be sent.
+    """
     if options.stages is not None:
         stages = stages_of(options.stages, options.request_rate)
         times_s = stage_times_s(stages, options.burstiness, options.seed)
@@ -129,14 +142,16 @@ def workload_of(options: ServeOptions, max_model_len: int | None, vocab_size: in
 
 
 def capacity_load(options: ServeOptions, max_model_len: int | None, vocab_size: int) -> Workload:
-    """Return the requests that the capacity is measured with, all due at once: those of the data set, but of another
-    seed. Raises SettingsError or BenchError for what cannot be sent."""
+    """Return the requests that measure a server's capacity, all due at once: those of the data set, by another seed.
+
+    Raises SettingsError or BenchError for a load that cannot be sent.
+    """
     options = replace(options, seed=options.seed + CAPACITY_SEED)
     return _of_any_length(options, [0.0] * CAPACITY_REQUESTS, max_model_len, vocab_size)
 
 
 def capacity_per_s(outcomes: Sequence[Outcome]) -> float:
-    """Return how many of the requests of a closed loop ended a second. Raises BenchError when some failed."""
+    """Return how many requests of a closed loop ended a second. Raises BenchError when some failed."""
     summary = summarize(outcomes, Limits())
     if summary.num_failed:
         raise BenchError(
@@ -147,7 +162,7 @@ def capacity_per_s(outcomes: Sequence[Outcome]) -> float:
 
 
 def warm_up_of(workload: Workload, count: int, vocab_size: int, seed: int) -> list[PlannedRequest]:
-    """Return requests of the lengths of the first ones, all at once, with other prompts."""
+    """Return `count` requests with the lengths of the load's first ones and other prompts, all due at once."""
     ids = ordinary_ids(vocab_size)
     requests = []
     for index in range(count if workload.planned else 0):
@@ -158,14 +173,19 @@ def warm_up_of(workload: Workload, count: int, vocab_size: int, seed: int) -> li
 
 
 def as_texts(planned: Sequence[PlannedRequest], folder: Path) -> list[PlannedRequest]:
-    """Return the same requests with prompts as text, which the folder's tokenizer makes of the tokens. Raises
-    ModelError."""
+    """Return the requests with their prompts as text, which the folder's tokenizer makes of the token ids.
+
+    Raises ModelError for a folder without a tokenizer.
+    """
     tokenizer = read_tokenizer_files(folder).tokenizer
     return [each if each.text else replace(each, text=tokenizer.decode(each.prompt)) for each in planned]
 
 
 def vocab_size_of(options: ServeOptions, served: ServedModel, report: Callable[[str], None]) -> int:
-    """Return the vocabulary size of a flag, a folder, the server, else a guess that is reported. Raises ModelError."""
+    """Return the vocabulary's size: the flag's, the tokenizer folder's, the server's, or a guess, which is reported.
+
+    Raises ModelError for a folder without a tokenizer.
+    """
     if options.vocab_size is not None:
         return options.vocab_size
     if options.tokenizer is not None:
@@ -181,8 +201,10 @@ def vocab_size_of(options: ServeOptions, served: ServedModel, report: Callable[[
 def _of_any_length(
     options: ServeOptions, times_s: Sequence[float], max_model_len: int | None, vocab_size: int
 ) -> Workload:
-    """Plan requests at these times. A trace gives lengths; where the data set ends before the times do it begins anew,
-    with other tokens unless it says itself which prompts share theirs."""
+    """Return requests at these times. A data set that ends too early begins anew, with other tokens.
+
+    Only prompts of which a trace says that they begin alike keep their tokens.
+    """
     planned: list[PlannedRequest] = []
     num_clipped, lap = 0, 0
     while missing := len(times_s) - len(planned):
@@ -206,7 +228,7 @@ def _times_s(count: int, options: ServeOptions) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A prompt and how long its output is: as long as a reference output where there is one."""
+    """A prompt, and the length of its output: that of the reference output where there is one."""
 
     prompt: str
     reference: str | None
@@ -214,11 +236,14 @@ class _Text:
 
 
 class Texts:
-    """Draws the prompts of one file."""
+    """Draw the prompts of one file of texts."""
 
     def __init__(self, dataset: Dataset, tokenizer_folder: Path) -> None:
-        """Read the file and the tokenizer. Raises a BenchError that names place and value, also for a folder without a
-        chat template, and a ModelError for one without a tokenizer."""
+        """Read the file and the tokenizer.
+
+        Raises BenchError, which names place and value, for an unusable file and a folder without a chat template, and
+        ModelError for a folder without a tokenizer.
+        """
         self._path, self._is_pruned = Path(dataset.path), dataset.name == SHAREGPT
         files = read_tokenizer_files(tokenizer_folder)
         self._tokenizer = files.tokenizer
@@ -230,7 +255,10 @@ class Texts:
             raise BenchError(f"{self._path} cannot be read: {error}") from error
 
     def shapes(self, num_requests: int, rng: Random) -> list[Shape]:
-        """Draw prompts in an order that rng gives, none twice; fewer where there are no more."""
+        """Return prompts in an order that `rng` draws, none twice; fewer than wanted where there are no more.
+
+        Raises BenchError when there is none.
+        """
         shapes: list[Shape] = []
         for text in rng.sample(self._texts, len(self._texts)):
             if len(shapes) == num_requests:
@@ -257,15 +285,15 @@ class Texts:
 
 
 def _chat(files: TokenizerFiles, folder: Path) -> Callable[[str], str]:
-    """Return what renders a conversation of one message as the model reads it."""
+    """Return a function that renders a conversation of one message as the model reads it."""
     source = template_sources(folder, files.config).get(DEFAULT)
     if source is None:
         raise BenchError(f"{folder} has no chat template: --skip-chat-template sends the prompts as they stand")
     renderer = Renderer(source, "", files.special_tokens, "")
 
     def rendered(prompt: str) -> str:
-        asked = {"messages": [{"role": "user", "content": prompt}], **asdict(USUAL)}
-        answer = json.loads(renderer.answer(asked))
+        chat = {"messages": [{"role": "user", "content": prompt}], **asdict(USUAL)}
+        answer = json.loads(renderer.answer(chat))
         if "text" not in answer:
             raise BenchError(f"the chat template of {folder} does not take a prompt: {next(iter(answer.values()))}")
         return str(answer["text"])
@@ -274,14 +302,14 @@ def _chat(files: TokenizerFiles, folder: Path) -> Callable[[str], str]:
 
 
 def _is_kept(shape: Shape, *, is_given: bool) -> bool:
-    """Return whether ShareGPT's lengths are in bounds; an output whose length is given may be short."""
+    """Return whether a conversation's lengths are in ShareGPT's bounds; an output of given length may be short."""
     prompt_tokens, output_tokens = len(shape.prompt), shape.output_tokens
     is_long_enough = prompt_tokens >= MIN_TOKENS and (is_given or output_tokens >= MIN_TOKENS)
     return is_long_enough and prompt_tokens <= MAX_PROMPT_TOKENS and prompt_tokens + output_tokens <= MAX_REQUEST_TOKENS
 
 
 def _conversations(path: Path, output_tokens: int | None) -> Iterator[_Text]:
-    """Read conversations; the first turn of each that has two is its prompt, the second the reference output."""
+    """Yield the prompt (first turn) and the reference output (second turn) of each conversation that has two turns."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:

@@ -1,8 +1,6 @@
-"""`splitserve simulate`. What it simulates with is imported when it runs, so that help is quick."""
+"""Define the command `splitserve simulate`. What it simulates with is imported when it runs, so that help is quick."""
 
-import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +13,7 @@ from coordinator.settings import CoordinatorSettings
 from serving_core.errors import SettingsError
 from serving_core.flags import fields_of
 from splitserve.commands.terminal import report
-from splitserve_bench.options import ListOf, options_of
+from splitserve_bench.options import ListOf, option, options_of
 from splitserve_bench.serve.command import (
     CAPACITY_CONCURRENCY,
     ServeCommand,
@@ -30,13 +28,11 @@ from splitserve_bench.serve.command import (
 )
 
 if TYPE_CHECKING:
-    from splitserve_bench.serve.records import PlannedRequest
     from splitserve_bench.simulate.fleet import FleetSize
     from splitserve_bench.simulate.profile import Profile
 
 CLOCK_START: Final = datetime(1970, 1, 1, tzinfo=UTC)  # of every simulation, so that equal ones are told alike
 MOST_OF_A_ROLE: Final = 1024
-DIGEST_BYTES: Final = 8
 # Of a load that goes to no server, and of which nothing is written.
 NO_SERVER: Final[dict[str, Any]] = {
     "server": None, "host": None, "port": None, "endpoint": "", "model": "", "api_key": None, "extra_body": "{}",
@@ -60,25 +56,28 @@ def parse_rate(text: str) -> float:
 
 
 def node_count(role: str, text: str) -> Any:
-    """How many nodes of a role."""
-    return click.option(f"--{role}", default=0, show_default=True, type=click.IntRange(0, MOST_OF_A_ROLE), help=text)
+    """Return the option that says how many nodes there are of a role; `text` is its help."""
+    return option(f"--{role}", default=0, type=click.IntRange(0, MOST_OF_A_ROLE), help=text)
 
 
 def coordinator_option(name: str) -> Any:
-    """A flag of the coordinator's, as it has it."""
+    """Return an option with the default, choices and help of the coordinator's flag of this name."""
     (field,) = (field for field, _ in fields_of(CoordinatorSettings) if field.name == name)
     choices = click.Choice(field.metadata["choices"])
     flag = f"--{name.replace('_', '-')}"
-    return click.option(flag, default=field.default, show_default=True, type=choices, help=field.metadata["help"])
+    return option(flag, default=field.default, type=choices, help=field.metadata["help"])
 
 
 def simulated_options(backend: str, request_rate: float, **flags: Any) -> ServeOptions:
-    """Those of a load at one rate; flags that are not given are NO_SERVER's. Without limits none are sent."""
+    """Return the options of a load at one rate that goes to no server: flags not given have NO_SERVER's values.
+
+    Without --goodput no limits are sent. `backend` names the fleet in results.
+    """
     given = {**NO_SERVER, **flags, "send_limits": flags["send_limits"] and bool(flags["goodput"])}
     return ServeOptions(backend=backend, request_rate=request_rate, **given)
 
 
-profile_option = click.option(
+profile_option = option(
     "--profile",
     "profile_path",
     required=True,
@@ -88,11 +87,10 @@ profile_option = click.option(
 tokenizer_of_texts = tokenizer_option(
     "Model folder whose tokenizer tells how long the texts of sharegpt and custom are."
 )
-rates_option = click.option(
+rates_option = option(
     "--request-rate",
     "request_rates",
     default="inf",
-    show_default=True,
     type=ListOf("R,R,...", parse_rate),
     help="Requests a second, a load for each; inf sends all at once, and a trace at its own times.",
 )
@@ -101,10 +99,9 @@ fleet_options = options_of(
     node_count("decode", "Decode nodes."),
     node_count("mixed", "Mixed nodes."),
     *map(coordinator_option, ("roles", "policy", "admission", "remote_prefix_fetch")),
-    click.option(
+    option(
         "--nodes-per-machine",
         default=2,
-        show_default=True,
         type=click.IntRange(1),
         help="How many share one, in the order prefill, decode, mixed: where the profile says so, a node is faster "
         "while its neighbours rest.",
@@ -152,10 +149,12 @@ def simulate_command(
 
 
 def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions) -> None:
-    from splitserve_bench.serve.metrics import parse_goodput, told
+    """Simulate one load, and print and save its figures."""
+    from splitserve_bench.serve.metrics import parse_goodput, with_limits
+    from splitserve_bench.serve.records import load_digest
     from splitserve_bench.serve.report import Reporting
     from splitserve_bench.serve.workload import workload_of
-    from splitserve_bench.simulate.fleet import play
+    from splitserve_bench.simulate.fleet import simulate
 
     options.check()
     options.check_pace()
@@ -164,12 +163,13 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions) -> N
         options = replace(options, request_rate=_capacity_per_s(profile, size, options))
     workload = workload_of(options, profile.node.max_model_len, profile.node.vocab_size)
     limits = parse_goodput(options.goodput)
-    planned = told(workload.planned, lambda each: limits) if options.send_limits else workload.planned
-    asked = (profile, size, limits, options.max_concurrency, options.request_timeout_s, workload.stages, options.seed)
-    digest = _digest_of((*asked, options.attainment, options.obey_retry_after), planned)
+    planned = with_limits(workload.planned, lambda each: limits) if options.send_limits else workload.planned
+    sending = options.max_concurrency, options.request_timeout_s, workload.stages, options.seed
+    conditions = (profile, size, limits, *sending, options.attainment, options.obey_retry_after)
+    digest = load_digest(conditions, planned)
     run = replace(reporting.begin(profile.model, workload, options.request_rate), started_at=CLOCK_START, digest=digest)
     began_s = perf_counter()
-    played = play(
+    found = simulate(
         profile,
         size,
         planned,
@@ -178,30 +178,21 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions) -> N
         obey_retry_after=options.obey_retry_after,
         seed=options.seed,
     )
-    seconds, num_tokens = perf_counter() - began_s, sum(outcome.num_output_tokens for outcome in played.outcomes)
+    seconds, num_tokens = perf_counter() - began_s, sum(outcome.num_output_tokens for outcome in found.outcomes)
     report(f"{num_tokens} answer tokens simulated in {seconds:.1f} s, {num_tokens / seconds:.0f} a second")
-    reporting.show(played.outcomes, replace(run, tier=played.tier))
+    reporting.show(found.outcomes, replace(run, tier=found.tier))
 
 
 def _capacity_per_s(profile: "Profile", size: "FleetSize", options: ServeOptions) -> float:
+    """Simulate the requests that measure a capacity in a closed loop; report and return it in requests a second."""
     from splitserve_bench.serve.report import capacity_line
     from splitserve_bench.serve.workload import capacity_load, capacity_per_s
     from splitserve_bench.simulate.fleet import simulate
 
     planned = capacity_load(options, profile.node.max_model_len, profile.node.vocab_size).planned
-    outcomes = simulate(
+    found = simulate(
         profile, size, planned, max_concurrency=CAPACITY_CONCURRENCY, request_timeout_s=options.request_timeout_s
     )
-    rate = capacity_per_s(outcomes)
+    rate = capacity_per_s(found.outcomes)
     report(capacity_line(rate))
     return rate
-
-
-def _digest_of(asked: object, planned: "Sequence[PlannedRequest]") -> str:
-    """Of all that the outcome depends on, so that only equal simulations have one file."""
-    from splitserve_bench.serve.records import pack_request
-
-    digest = hashlib.blake2s(repr(asked).encode(), digest_size=DIGEST_BYTES)
-    for each in planned:
-        digest.update(pack_request(each))
-    return digest.hexdigest()

@@ -1,6 +1,6 @@
-"""The coordinator of a simulation: the real registry and scheduler, with messages that take time.
+"""Simulate the coordinator: the real registry and scheduler, with messages that take time.
 
-It does with the scheduler's instructions what coordinator/dispatcher.py does.
+The scheduler's instructions are carried out as by coordinator/dispatcher.py.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ FIRST_EPOCH: Final = 0
 
 
 class Clients(Protocol):
-    """Who asks."""
+    """The clients of a simulation, which the coordinator calls with tokens and with the ends of requests."""
 
     def arrived(self, request_id: str, tokens: list[fleet_pb2.SampledToken], moment_s: float) -> None: ...
     def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None: ...
@@ -44,7 +44,7 @@ class Attachment:
 
 
 class SimulatedCoordinator:
-    """Takes nodes and requests in, and tells the clients what comes of them."""
+    """Schedule the clients' requests on the attached nodes, and call the clients with the results."""
 
     def __init__(self, agenda: Agenda, clients: Clients, settings: CoordinatorSettings) -> None:
         self._agenda, self._clients, self._settings = agenda, clients, settings
@@ -81,13 +81,16 @@ class SimulatedCoordinator:
         self._report_load(known)
 
     def lose(self, node: SimulatedNode) -> None:
-        """The node's stream has ended."""
+        """End a node's stream, as if its process had ended.
+
+        A node that was detached because it was stuck is ignored.
+        """
         known = next((each for each, attachment in self._attachments.items() if attachment.node is node), None)
         if known is not None:  # else it was stuck, and is not back yet
             self.apply(self._lose(known), self._agenda.now)
 
     def _attach_again(self, node: SimulatedNode) -> None:
-        """Once the step that it was stuck in has ended."""
+        """Attach a node that was stuck in a step, once that step has ended."""
         if node.is_in_step:
             self._agenda.after(TICK_S, lambda: self._attach_again(node))
         elif not node.is_lost:
@@ -120,7 +123,10 @@ class SimulatedCoordinator:
     def submit(
         self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, deadline_s: float, slo: Slo | None = None
     ) -> None:
-        """Start a request; a request that cannot start ends at once."""
+        """Start a request; one that is refused ends at once.
+
+        `deadline_s` is a moment of the simulation, `slo` its limits.
+        """
         now = self._agenda.now
         try:
             instructions = self.scheduler.submit(

@@ -1,4 +1,4 @@
-"""The clock of a simulation, the tokens of its model, and the messages between its nodes and its coordinator."""
+"""Provide a simulation's clock, its model's tokens, and the messages between its nodes and its coordinator."""
 
 import heapq
 import itertools
@@ -14,7 +14,10 @@ Action = Callable[[], None]
 
 
 class Agenda:
-    """What is to happen when. Of what is due at one moment, first comes what was planned first."""
+    """The clock and the planned actions of a simulation.
+
+    Of those due at one moment, the one planned first comes first.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -22,14 +25,18 @@ class Agenda:
         self._order = itertools.count()
 
     def at(self, moment_s: float, action: Action) -> None:
-        """Plan an action; what is late already is due now."""
+        """Plan an action for a moment in seconds; for one that is over, now."""
         heapq.heappush(self._due, (moment_s if moment_s > self.now else self.now, next(self._order), action))
 
     def after(self, seconds: float, action: Action) -> None:
+        """Plan an action for so many seconds from now."""
         self.at(self.now + seconds, action)
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Let things happen until `is_over`, which is asked after each. Raises BenchError when nothing is left."""
+        """Run the planned actions, each at its moment, until `is_over()`, which is called after each.
+
+        Raises BenchError when no action is left before that.
+        """
         due = self._due
         while not is_over():
             if not due:
@@ -39,7 +46,7 @@ class Agenda:
 
 
 class _Tokens(dict[int, SampledToken]):
-    """The tokens of a vocabulary by their ids, as far as they have occurred."""
+    """The tokens of a vocabulary by their ids, made when they are first needed."""
 
     def __missing__(self, token_id: int) -> SampledToken:
         token = self[token_id] = SampledToken(token_id)
@@ -47,7 +54,7 @@ class _Tokens(dict[int, SampledToken]):
 
 
 class ToyModel:
-    """Knows nothing but the size of its vocabulary."""
+    """A model whose next token follows from the last token and the length, so that outputs can be checked."""
 
     _tokens: Final = _Tokens()  # of all models: there are thousands of simulations in one process
 
@@ -64,7 +71,7 @@ class ToyModel:
         ]
 
     def check_output(self, prompt: Sequence[int], answer: list[int]) -> None:
-        """Fails unless this is what the model says to the prompt, as far as it goes."""
+        """Raise AssertionError unless `answer` is the beginning of the model's output for the prompt."""
         places = range(len(prompt), len(prompt) + len(answer))
         size, last_ids = self._vocab_size, [prompt[-1], *answer]
         expected = [(31 * last + 17 * place + 7) % size for last, place in zip(last_ids, places, strict=False)]
@@ -78,18 +85,23 @@ Message = TypeVar("Message")
 
 
 class Line(Generic[Message]):
-    """One direction of a node's stream: messages arrive late, and in order."""
+    """One direction of a node's stream: messages arrive after some time, and in order."""
 
     def __init__(
         self, agenda: Agenda, message_s: Callable[[float], float], noise: Draws, hear: Callable[[Message], None]
     ) -> None:
-        """`message_s` tells what a message takes that is sent at that moment, in the mean of its `noise`."""
+        """Call `hear` with each message when it arrives.
+
+        `message_s` returns the mean seconds of a message that is sent at a moment; `noise` varies them. Setting
+        `is_cut` drops the messages under way.
+        """
         self._agenda, self._message_s, self._noise, self._hear = agenda, message_s, noise, hear
         self._num_sent = 0
         self._last_s = 0.0  # arrival of the last one
         self.is_cut = False
 
     def send(self, message: Message) -> None:
+        """Send a message, which arrives later, after those sent before."""
         now = self._agenda.now
         self._last_s = max(self._last_s, now + self._message_s(now) * self._noise.factor(self._num_sent))
         self._num_sent += 1

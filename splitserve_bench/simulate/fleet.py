@@ -1,4 +1,4 @@
-"""A whole simulated fleet under a load, and the clients that send it."""
+"""Simulate a whole fleet under a load, with the clients that send it."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from splitserve_bench.simulate.transfer import Transfers
 
 
 class Server(Protocol):
-    """Who is asked."""
+    """The coordinator, as clients know it."""
 
     def submit(
         self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, deadline_s: float, slo: Slo | None = None
@@ -44,7 +44,7 @@ class Server(Protocol):
 
 
 class LoadClients:
-    """Every request of a load, each with a client of its own."""
+    """Send every request of a load, each from a client of its own, and collect the outcomes."""
 
     def __init__(
         self,
@@ -58,8 +58,12 @@ class LoadClients:
         obey_retry_after: int = 0,
         noise: Draws = NO_DRAWS,
     ) -> None:
-        """`api_server_s`: from a client to the coordinator and back, times a factor of the `noise` for each request.
-        Every answer is checked. Requests are sent again after a refusal as `run_load` does."""
+        """Prepare the load `planned`, for a `model` by which every output is checked.
+
+        `api_server_s` are the seconds from a client to the coordinator and back, times a factor of the `noise` for each
+        request. At most `max_concurrency` requests run at a time (None: any number). A refused request is sent again at
+        the moment that the server names, at most `obey_retry_after` times.
+        """
         self._agenda, self._planned = agenda, planned
         self._model = model
         self._half_s, self._noise = api_server_s / 2, noise
@@ -72,16 +76,16 @@ class LoadClients:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """In the order of the load, when all is over; those of the sendings of a request follow each other."""
+        """Return the outcomes in the order of the load; those of the sendings of a request follow each other."""
         return [outcome for each in self._outcomes.values() for outcome in each]
 
     @property
     def is_over(self) -> bool:
-        """Return whether nothing is under way, and nothing comes back."""
+        """Return whether every request has ended and none will be sent again."""
         return not self._num_left
 
     def start(self, server: Server) -> None:
-        """Send each request at its planned time."""
+        """Plan the sending of each request to this coordinator, at its time."""
         self._server = server
         for planned in self._planned:
             self._agenda.at(planned.send_at_s, lambda planned=planned: self._due(planned))  # type: ignore[misc]
@@ -109,14 +113,14 @@ class LoadClients:
     # ---- what comes ----
 
     def arrived(self, request_id: str, tokens: list[fleet_pb2.SampledToken], moment_s: float) -> None:
-        """The next tokens of an answer left the coordinator at this moment."""
+        """Record tokens of an output, which left the coordinator at this moment."""
         answer = self._answers[request_id]
         for token in tokens:
             answer.token_ids.append(token.token_id)
         answer.reply.arrived(moment_s + answer.half_s, len(tokens))
 
     def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
-        """The end of an answer has left the coordinator."""
+        """Record the end of a request, which leaves the coordinator now: complete, or a RequestError."""
         self._agenda.after(self._answers[request_id].half_s, lambda: self._end(request_id, outcome))
 
     def _end(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
@@ -146,7 +150,7 @@ class LoadClients:
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer under way."""
+    """One request under way."""
 
     planned: PlannedRequest
     reply: Reply
@@ -155,7 +159,7 @@ class _Answer:
 
 
 def slo_of(planned: PlannedRequest) -> Slo | None:
-    """Return the SLO that the request carries to the server, or None without one."""
+    """Return the limits that the request carries to the server, or None when it has none."""
     ttft_s, tpot_s = (each_ms and each_ms / MS for each_ms in (planned.ttft_ms, planned.tpot_ms))
     slo = Slo("", ttft_s, tpot_s)
     return slo if slo.has_limits else None
@@ -170,8 +174,7 @@ Node = tuple[str, str, Profile]
 
 @dataclass(frozen=True, slots=True)
 class FleetSize:
-    """How many nodes begin in each role, whether the coordinator changes that, how it places requests, when nodes lend
-    each other blocks, and how many of them share a machine."""
+    """How many nodes start in each role, how the coordinator is set, and how many nodes share a machine."""
 
     prefill: int
     decode: int
@@ -192,13 +195,13 @@ class FleetSize:
 
     @property
     def settings(self) -> CoordinatorSettings:
-        """Of the fleet's coordinator."""
+        """Return the settings of the fleet's coordinator."""
         return CoordinatorSettings(
             roles=self.roles, policy=self.policy, admission=self.admission, remote_prefix_fetch=self.remote_prefix_fetch
         )
 
     def check(self) -> None:
-        """Raises SettingsError for a fleet that could not answer."""
+        """Raise SettingsError for a fleet that cannot serve requests, or has too many nodes."""
         if not 0 < self.prefill + self.decode + self.mixed <= MOST_NODES:
             raise SettingsError(f"a fleet has 1 to {MOST_NODES} nodes, not {self.prefill + self.decode + self.mixed}")
         if self.nodes_per_machine < 1:
@@ -207,14 +210,14 @@ class FleetSize:
             raise SettingsError(f"{self} cannot answer: some node has to prefill and some to decode")
 
     def nodes(self) -> list[tuple[str, str]]:
-        """The name of each node, and the role that it begins in."""
+        """Return the name and the starting role of each node."""
         counts = {PREFILL: self.prefill, DECODE: self.decode, MIXED: self.mixed}
         return [(f"{role}-{index}", role) for role, count in counts.items() for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """What became of a load; and what the KV offload of the nodes did, None where they have none."""
+class Simulated:
+    """The outcomes in the order of the load, and what the nodes' KV offload did: None where they have none."""
 
     outcomes: list[Outcome]
     tier: TierUse | None
@@ -247,7 +250,11 @@ class Fleet:
         machine: Machine | None = None,
         noise: Noise = NO_NOISE,
     ) -> SimulatedNode:
-        """One more node, or one in the place of a lost one; of the fleet's sizes unless it has others."""
+        """Add a node, or one in the place of a lost one, and attach it to the coordinator; return it.
+
+        Its `sizes` are the fleet's unless given; `machine` is shared with other nodes, None when nothing depends on
+        them.
+        """
         node = SimulatedNode(
             name,
             role,
@@ -264,7 +271,7 @@ class Fleet:
         return node
 
     def lose(self, name: str) -> None:
-        """The node's process is gone."""
+        """End the node's process: its transfers and its stream end too."""
         node = self.nodes.pop(name)
         node.lost()
         self.transfers.lose(node)
@@ -278,27 +285,16 @@ def simulate(
     *,
     max_concurrency: int | None,
     request_timeout_s: float,
-    seed: int = 0,
-) -> list[Outcome]:
-    """What becomes of a load on such a fleet. The same arguments give the same outcomes; `seed` draws the noise of the
-    profile's spread."""
-    played = play(
-        profile, size, planned, max_concurrency=max_concurrency, request_timeout_s=request_timeout_s, seed=seed
-    )
-    return played.outcomes
-
-
-def play(
-    profile: Profile,
-    size: FleetSize,
-    planned: Sequence[PlannedRequest],
-    *,
-    max_concurrency: int | None,
-    request_timeout_s: float,
     obey_retry_after: int = 0,
     seed: int = 0,
-) -> Played:
-    """As simulate, and what else there is to tell. Requests are sent again after a refusal as `run_load` does."""
+) -> Simulated:
+    """Simulate a fleet of nodes with this profile under the load `planned`, and return what became of each request.
+
+    The same arguments give the same result. At most `max_concurrency` requests run at a time (None: any number); a
+    request that takes longer than `request_timeout_s` fails. A refused request is sent again at the moment that the
+    server names, at most `obey_retry_after` times. `seed` draws how step and message times vary around the profile.
+    Raises BenchError when nothing can happen any more before all requests have ended.
+    """
     agenda, model = Agenda(), ToyModel(profile.node.vocab_size)
     clients = LoadClients(
         agenda,
@@ -314,7 +310,7 @@ def play(
     start_nodes(fleet, [(*node, profile) for node in size.nodes()], size.nodes_per_machine, seed)
     clients.start(fleet.coordinator)
     agenda.run(lambda: clients.is_over)
-    return Played(clients.outcomes, _tier_use(fleet, profile.node))
+    return Simulated(clients.outcomes, _tier_use(fleet, profile.node))
 
 
 def _tier_use(fleet: Fleet, sizes: NodeSizes) -> TierUse | None:
@@ -331,8 +327,11 @@ def _tier_use(fleet: Fleet, sizes: NodeSizes) -> TierUse | None:
 
 
 def start_nodes(fleet: Fleet, nodes: Sequence[Node], nodes_per_machine: int = NODES_PER_MACHINE, seed: int = 0) -> None:
-    """Start nodes, of which those of one profile share machines with the next ones of it. A node that shares none, or
-    whose profile knows no difference, needs no machine."""
+    """Start nodes. Each `nodes_per_machine` consecutive ones of one profile share a machine.
+
+    A node that shares none, or whose profile is the same alone as beside others, needs no machine. `seed` draws the
+    variation of each node.
+    """
     for profile, alike in groupby(nodes, key=lambda node: node[2]):
         named, steps = [(name, role) for name, role, _ in alike], profile.steps
         for first in range(0, len(named), nodes_per_machine):

@@ -1,4 +1,4 @@
-"""Simulate one node: a Worker whose steps, blocks and messages only take time."""
+"""Simulate one node: a real Worker whose steps, blocks and messages only take time."""
 
 import statistics
 from collections import deque
@@ -44,7 +44,7 @@ class SimulatedNode:
         machine: Machine | None = None,
         noise: Noise = NO_NOISE,
     ) -> None:
-        """`machine`: that it shares with nodes whose steps bear on its own."""
+        """`machine` is one that it shares with nodes that slow down its steps, None without such."""
         self.name, self.costs, self.noise = name, costs, noise
         self.line: Line[Event]  # to the coordinator, once it is attached
         self.is_lost = False
@@ -68,7 +68,7 @@ class SimulatedNode:
     # ---- the coordinator ----
 
     def hello(self) -> fleet_pb2.Hello:
-        """Return the node's identity and sizes."""
+        """Return the message with the node's identity and sizes, and begin as an attached node."""
         self.scheduler.attached()
         sizes, shape = self._sizes, self.scheduler.shape
         return fleet_pb2.Hello(
@@ -88,23 +88,23 @@ class SimulatedNode:
         )
 
     def report_load(self) -> None:
-        """Send a heartbeat."""
+        """Send a heartbeat with the node's load."""
         self.send(heartbeat=self.worker.heartbeat())
 
     def send(self, **event: Any) -> None:
-        """Send an event to the coordinator."""
+        """Send an event to the coordinator: its kind as the keyword, its message as the value."""
         for kind, body in event.items():
             self.line.send((kind, body))
 
     def lost(self) -> None:
-        """Note that the process is gone."""
+        """Note that the process has ended."""
         self.is_lost = True
         if self._machine is not None:
             self._machine.rests(self)
 
     @property
     def tier_load(self) -> inference_pb2.TierLoad:
-        """Return what KV offload has done."""
+        """Return the counters of KV offload."""
         load = inference_pb2.NodeLoad()
         self.scheduler.fill(load)
         return load.tier
@@ -118,9 +118,11 @@ class SimulatedNode:
 
     @property
     def step_age_s(self) -> float:
+        """Return the seconds since the running step began; 0 when none runs."""
         return self._agenda.now - self._started_s if self._works else 0.0
 
     def measured_load(self) -> inference_pb2.NodeLoad:
+        """Return the number of steps so far, and the median seconds of recent ones."""
         step_s = statistics.median(self._recent_s) if self._recent_s else 0.0
         return inference_pb2.NodeLoad(name=self.name, num_steps=self.num_steps, step_s=step_s)
 
@@ -153,14 +155,14 @@ class SimulatedNode:
         self._end_at(self._progress.ends_s)
 
     def _step_s(self) -> float:
-        """Return what the running step takes, as the node's neighbours are now."""
+        """Return the seconds of the running step, while the neighbors are as they are now."""
         return self._pace.step_s(self._load) * self.noise.step(self.num_steps, self._load)
 
     def _end_at(self, end_s: float) -> None:
         self._agenda.at(end_s, partial(self._stepped, end_s))
 
     def pace_changed(self) -> None:
-        """Go on with the running step at another rate: another node of the machine has begun to work, or rests."""
+        """Move the end of the running step: another node of the machine has begun to work, or has become idle."""
         assert self._machine is not None
         pace = self._machine.costs(self)
         if pace is self._pace:
@@ -173,7 +175,7 @@ class SimulatedNode:
             self._end_at(self._progress.ends_s)
 
     def _stepped(self, end_s: float) -> None:
-        """End the running step, unless its end has been put off or brought forward."""
+        """End the running step, unless its end has moved to another moment."""
         if self.is_lost or self._progress is None or self._progress.ends_s != end_s:
             return
         self._progress = None
@@ -186,8 +188,7 @@ class SimulatedNode:
         self._plan()
 
     def _send_layers(self, works: Sequence[Work]) -> None:
-        """Send the blocks of the step that has just ended as if they had left while it ran, unless it was all of a
-        short prompt."""
+        """Send blocks of the step that has just ended as if they had left while it ran, but for a short prompt's."""
         for work in self.scheduler.sends_while(works):
             end, block_size = work.start + work.num_tokens, self._sizes.block_size
             is_short = work.num_tokens == 1 or (work.samples and end < self._sizes.overlap_min_tokens)
@@ -208,7 +209,7 @@ class SimulatedNode:
                 self._transfers.carry_out(self, decision)
 
     def _read_back(self, load_id: int, slots: Sequence[int]) -> None:
-        """Load blocks, one load after the other."""
+        """Load blocks from the KV offload, one load after the other."""
         tier = self._sizes.tier
         num_disk = sum(slot >= tier.num_host_blocks for slot in slots)
         seconds = (len(slots) - num_disk) * tier.host_block_s + num_disk * tier.disk_block_s
@@ -222,15 +223,17 @@ class SimulatedNode:
     # ---- clock ----
 
     def time(self) -> float:
+        """Return the moment of the simulation in seconds."""
         return self._agenda.now
 
     def wake_at(self, moment_s: float | None) -> None:
+        """Plan a tick of the scheduler for this moment, unless an earlier one is planned; None plans none."""
         if moment_s is not None and (self._alarm_s is None or moment_s < self._alarm_s):
             self._alarm_s = moment_s
             self._agenda.at(moment_s, partial(self._tick, moment_s))
 
     def _tick(self, alarm_s: float) -> None:
-        """Let time pass for the scheduler, unless another alarm came before this one."""
+        """Run a tick of the scheduler, unless another one was planned before this one came."""
         if self._alarm_s == alarm_s and not self.is_lost:
             self._alarm_s = None
             self.worker.tick()

@@ -1,7 +1,6 @@
-"""What one node, the transfers and the control plane cost on a machine, as `splitserve doctor --save` measured it."""
+"""Hold what a node, transfers and the control plane cost on a machine, as `splitserve doctor --save` measured it."""
 
 import dataclasses
-import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any, Final
 from serving_core.errors import ModelError, SettingsError
 from serving_core.json_fields import JsonFields, read_json_object
 from serving_core.layout import KVLayout
+from splitserve_bench.report import save_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class Grid:
         return self.row(row).at(column)
 
     def row(self, row: float) -> "Row":
-        """All that is at one place of the first quantity."""
+        """Return the seconds at one place of the first quantity, for all places of the second."""
         lower, upper, share = _between(self.rows, row)
         return Row(self.columns, self.seconds[lower], self.seconds[upper], share)
 
 
 class Row:
-    """A line between two rows of a grid, to be asked more than once."""
+    """The seconds along a line between two rows of a grid, for more than one column."""
 
     def __init__(self, columns: Sequence[float], below: Sequence[float], above: Sequence[float], share: float) -> None:
         self._columns, self._below, self._above, self._share = columns, below, above, share
@@ -53,7 +53,7 @@ class Row:
 
 
 def _between(places: Sequence[float], at: float) -> tuple[int, int, float]:
-    """The places on either side, and how far it is from the one to the other: more than 1 beyond the last."""
+    """Return the indices of the places on either side, and how far `at` is between them: above 1 beyond the last."""
     if at <= places[0] or len(places) == 1:
         return 0, 0, 0.0
     right = bisect_left(places, at, 1, len(places) - 1)
@@ -70,15 +70,19 @@ MOST_SPREADS: Final = 64  # whose factors are kept
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Quantiles of what something takes, as multiples of what a profile says of it: factors[i] is the one below which
-    shares[i] of all are. Both ascend."""
+    """Quantiles of how much a time varies, as multiples of the time that a profile has; both lists ascend.
+
+    A share shares[i] of all times has a factor below factors[i].
+    """
 
     shares: tuple[float, ...] = (0.5,)
     factors: tuple[float, ...] = (1.0,)
 
     def at(self, share: float) -> float:
-        """Return the factor below which this share of all factors lies, interpolated linearly between the quantiles and
-        constant beyond the outer ones."""
+        """Return the factor below which this share of all factors lies.
+
+        It is interpolated linearly between the quantiles and constant beyond the outer ones.
+        """
         right = bisect_right(self.shares, share)
         if right in (0, len(self.shares)):
             return self.factors[max(0, right - 1)]
@@ -110,8 +114,10 @@ MEASURED: Final = "measured"  # the hardware of a profile that does not say on w
 
 @dataclass(frozen=True, slots=True)
 class TierProfile:
-    """Blocks that each node keeps in host memory and in a file when its pool gives them up, and the seconds to read one
-    back; doctor measures none, so it is for who knows them."""
+    """The blocks that a node's KV offload holds in host memory and in a file, and the seconds to load one back.
+
+    `splitserve doctor` measures none of it.
+    """
 
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
@@ -120,12 +126,13 @@ class TierProfile:
 
     @property
     def num_blocks(self) -> int:
+        """Return the number of blocks of both."""
         return self.num_host_blocks + self.num_disk_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSizes:
-    """What a node holds and takes in."""
+    """What a node holds and takes."""
 
     num_blocks: int
     block_size: int  # tokens
@@ -141,26 +148,26 @@ class NodeSizes:
 
     @property
     def max_sequences(self) -> int:
-        """At a time: each takes a token of a step."""
+        """Return how many requests can run at a time: each needs a token of a step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def layout(self) -> KVLayout:
-        """As far as blocks and layers go, which is all that a simulation knows of KV."""
+        """Return a KV layout with the right blocks and layers, which is all that a simulation knows of KV."""
         return KVLayout.uniform(self.num_layers, 1, 1, self.block_size, "int8")
 
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Seconds of steps: answers by batch and mean context, prompts by chunk and the context before it, in tokens; all
-    of them beside another node of the same machine that is at work. While none is, the seconds of answers and prompts
-    are so many times as long: at most 1, which is no difference.
+    """Seconds of steps of a node beside a busy one: `answers` are decode steps, `prompts` chunks of prompts.
 
-    What a step of both takes follows from the two grids; beside prompts, what the tokens before answers cost is
+    Decode steps are by number of requests and mean context, chunks by their tokens and the context before them. While
+    no other node of the machine is at work, they take so many times as long as the two alone factors say, at most 1.
+
+    The time of a step with both follows from the two grids; beside prompts, the attention of decoding requests costs
     attention_beside_factor times as much. overhead_s is what a node takes for a step beyond its engine, and
-    prompt_overhead_s what it takes beyond that for one with prompts that it has waited for: doctor measures it with
-    requests that are alone. Steps spread around all of that, those with prompts as prompts do; without a spread, equal
-    steps take equally long.
+    prompt_overhead_s what it takes beyond that for a step with prompts after it was idle. Times vary by the two spreads
+    around all of that, those of steps with prompts by that of prompts.
     """
 
     answers: Grid
@@ -181,20 +188,22 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True)
 class TransferProfile:
-    """A KV transfer takes latency_s, and its bytes one after the other with the sender's other ones."""
+    """The time of a KV transfer: latency_s, and its bytes at bytes_per_s, after those that the sender sent before."""
 
     latency_s: float
     bytes_per_s: float
 
     def transfer_s(self, num_bytes: float) -> float:
-        """Return the seconds of so many bytes, while the sender has no other ones."""
+        """Return the seconds of so many bytes, while the sender sends no others."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class ControlProfile:
-    """Seconds of a message between coordinator and node; and from client to coordinator and back together. How far they
-    spread."""
+    """Seconds of a message between coordinator and node, and of the way from client to coordinator and back together.
+
+    `spread` says how much both vary.
+    """
 
     message_s: float
     api_server_s: float
@@ -203,7 +212,7 @@ class ControlProfile:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One model on one machine."""
+    """What one model's nodes on one machine hold and cost."""
 
     model: str
     cores: int  # of a node
@@ -219,16 +228,15 @@ class Profile:
     pipeline_parallel_size: int = 1
 
     def save(self, path: Path) -> None:
-        """Raises SettingsError."""
-        text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=2)
-        try:
-            path.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise SettingsError(f"{path} cannot be written: {error.strerror}") from error
+        """Write the profile to a file that `read_profile` reads. Raises SettingsError when it cannot be written."""
+        save_json({"format": FORMAT, **dataclasses.asdict(self)}, path)
 
 
 def read_profile(path: Path) -> Profile:
-    """Return the profile in a file of `splitserve doctor --save`. Raises SettingsError, which names the wrong field."""
+    """Return the profile in a file of `splitserve doctor --save`.
+
+    Raises SettingsError, which names the wrong field, for any other file.
+    """
     try:
         fields = read_json_object(path)
         if (found := fields.integer("format")) != FORMAT:

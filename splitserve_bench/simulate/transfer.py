@@ -1,7 +1,7 @@
-"""The KV transfers of a simulation: blocks between nodes, with the words that both ends hear about a transfer.
+"""Simulate KV transfers: blocks between nodes, and the messages by which both ends learn about a transfer.
 
-The blocks of one sender leave one after the other, in the order in which they become ready. What a step makes ready may
-leave layer by layer while the step runs; its last layer cannot.
+The blocks of one sender leave one after the other, in the order in which they become ready. Blocks that a step computes
+may leave layer by layer while the step runs; its last layer cannot.
 """
 
 import itertools
@@ -33,7 +33,7 @@ class End(Protocol):
 
 
 class State(Enum):
-    """Where a transfer stands."""
+    """The state of a transfer."""
 
     OPEN = auto()
     COMMITTED = auto()
@@ -44,7 +44,7 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One transfer, from granted blocks to the last word about it."""
+    """One transfer, from granted blocks to the last message about it."""
 
     receiver: End
     epoch: int  # of the receiver's attempt
@@ -75,7 +75,7 @@ class Transfers:
     def carry_out(
         self, node: End, decision: Receive | FetchPrefix | Send | SendMore | FinishSend | CancelTransfer
     ) -> None:
-        """Carry out a node's decision."""
+        """Carry out a node's decision about a transfer."""
         match decision:
             case Receive(node_request=to, num_blocks=num_blocks):
                 known, num_cached = len(to.request.token_ids), to.num_cached_blocks
@@ -94,7 +94,7 @@ class Transfers:
     def _open(
         self, receiver: End, epoch: int, num_blocks: int, num_cached: int, num_tokens: int, behind: bytes = b""
     ) -> None:
-        """Let these blocks be written by a new descriptor."""
+        """Make a transfer descriptor by which these blocks can be written, and give it to the receiver."""
         end = ChannelEnd(next(self._ids).to_bytes(TRANSFER_ID_BYTES, "big"), ADDRESS)
         sizes = (num_blocks, num_cached, num_tokens)
         descriptor = TransferDescriptor(epoch, self._layout, 1, 1, *sizes, TTL_S, (end,), behind=behind).encode()
@@ -103,7 +103,7 @@ class Transfers:
         receiver.worker.credited(epoch, descriptor)
 
     def _send(self, sender: End, epoch: int, descriptor: bytes, num_blocks: int) -> None:
-        """Begin a transfer, of which so many leading blocks are final."""
+        """Begin a transfer of which so many leading blocks are final."""
         transfer = self._by_descriptor.pop(descriptor)
         transfer.sender, transfer.sent_epoch = sender, epoch
         self._sending[sender, epoch] = transfer
@@ -114,7 +114,10 @@ class Transfers:
             self._agenda.at(transfer.left_s, lambda: self._watch(transfer))
 
     def ready(self, sender: End, epoch: int, num_blocks: int, *, since_s: float) -> None:
-        """So many leading blocks are final now; the new ones became so layer by layer from since_s on."""
+        """Record that `num_blocks` leading blocks are final now; new ones became so layer by layer from `since_s` on.
+
+        They leave after the sender's other blocks. Without an open transfer of this epoch nothing happens.
+        """
         transfer = self._sending.get((sender, epoch))
         if transfer is None or transfer.state is not State.OPEN:
             return
@@ -129,11 +132,11 @@ class Transfers:
         self._free_s[sender] = transfer.left_s = left_s
 
     def bytes_s(self, sender: End, receiver: End, num_bytes: int) -> float:
-        """Of so many bytes on their way from one to the other."""
+        """Return the seconds that so many bytes take from the sender to the receiver."""
         return sender.costs.bytes_s(num_bytes)
 
     def _finish(self, sender: End, epoch: int, num_blocks: int, tail: bytes) -> None:
-        """All blocks are final; the tail follows the last one."""
+        """Record that all blocks are final, and send the tail after the last one."""
         self.ready(sender, epoch, num_blocks, since_s=self._agenda.now)
         if (transfer := self._sending.get((sender, epoch))) and transfer.state is State.OPEN:
             transfer.tail, transfer.is_finished = tail, True
@@ -141,20 +144,20 @@ class Transfers:
             self._agenda.at(arrived_s, lambda: self._end(transfer, State.COMMITTED, by=transfer.receiver))
 
     def _cancel(self, node: End, epoch: int) -> None:
-        """End the KV transfers that the node receives or sends."""
+        """End the transfers that the node receives or sends in this epoch."""
         if transfer := self._receiving.get((node, epoch)):
             self._end(transfer, State.REVOKED, by=node)
         if transfer := self._sending.get((node, epoch)):
             self._end(transfer, State.ABORTED, by=node)
 
     def lose(self, node: End) -> None:
-        """The node is gone; whom it sent to or received from finds out."""
+        """End all transfers of a node that is gone; their other ends are notified."""
         for transfer in [*self._receiving.values(), *self._sending.values()]:
             if node in (transfer.receiver, transfer.sender):
                 self._end(transfer, State.LOST, by=node)
 
     def _watch(self, transfer: Transfer) -> None:
-        """Tell the sender once when all that was ready has left, unless that is the whole by then."""
+        """Notify the sender once when all ready blocks have left, unless the transfer is finished by then."""
         assert transfer.sender is not None
         if transfer.state is not State.OPEN or transfer.is_finished:
             return
@@ -164,7 +167,7 @@ class Transfers:
             self._agenda.at(transfer.left_s, lambda: self._watch(transfer))
 
     def _end(self, transfer: Transfer, state: State, *, by: End) -> None:
-        """Whoever ends it hears of it at once, the other one later."""
+        """End an open transfer in this state. The end `by` learns of it at once, the other one after the latency."""
         if transfer.state is not State.OPEN:
             return
         transfer.state = state

@@ -1,4 +1,4 @@
-"""`splitserve bench transfer`."""
+"""Define the command `splitserve bench transfer`."""
 
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +11,7 @@ from serving_core.units import size_of
 from splitserve.commands.plan_transfer import layout_of
 from splitserve.commands.terminal import report
 from splitserve.signals import run_to_end
-from splitserve_bench.options import json_option
+from splitserve_bench.options import json_option, option
 from splitserve_bench.report import print_figures, table_of
 
 if TYPE_CHECKING:
@@ -24,28 +24,26 @@ PROMPT_TOKENS: Final = (16, 128, 512, 2048, 8192)
 
 @click.command("transfer")
 @click.argument("model", default="")
-@click.option(
+@option(
     "--transport",
     "transports",
     default=TRANSPORTS,
-    show_default=True,
     multiple=True,
     type=click.Choice((*TRANSPORTS, *ON_DEVICES)),
     help="What moves the blocks; give it again for more.",
 )
-@click.option(
+@option(
     "--prompt-tokens",
     default=PROMPT_TOKENS,
-    show_default=True,
     multiple=True,
     type=click.IntRange(1),
     help="Length of the prompts; give it again for more.",
 )
-@click.option("--block-size", default=EngineSettings().block_size, show_default=True, type=click.IntRange(1, 1024))
-@click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
-@click.option("--scattered", is_flag=True, help="Blocks of a prompt lie anywhere in the pool, not side by side.")
-@click.option("--device", default="cpu", show_default=True, type=click.Choice(DEVICES[1:]), help="Where the pools are.")
-@click.option("--repeats", default=9, show_default=True, type=click.IntRange(1), help="Transfers of each kind.")
+@option("--block-size", default=EngineSettings().block_size, type=click.IntRange(1, 1024))
+@option("--kv-cache-dtype", default="auto", type=click.Choice(KV_CACHE_DTYPES))
+@option("--scattered", is_flag=True, help="Blocks of a prompt lie anywhere in the pool, not side by side.")
+@option("--device", default="cpu", type=click.Choice(DEVICES[1:]), help="Where the pools are.")
+@option("--repeats", default=9, type=click.IntRange(1), help="Transfers of each kind.")
 @json_option
 @needs("node")
 def transfer_command(
@@ -75,7 +73,7 @@ def transfer_command(
 
 
 def transfer_view(measured: "TransferReport") -> RenderableType:
-    """Return the table of all transfers."""
+    """Return a table with a row for each transport and prompt length."""
     layout = measured.layout
     line = (
         f"{layout.num_layers} layers, {layout.heads_text}, blocks of {layout.block_size} tokens; "

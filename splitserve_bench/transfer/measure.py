@@ -1,23 +1,20 @@
-"""How fast the data plane transfers the KV of a prompt that is computed, from `finish` to the sender's commit.
+"""Measure how long KV transfers of a computed prompt take, from the sender's `finish` until the receiver has all of it.
 
 The sender is this process and the receiver another, each with a KV pool and, where there are two, a core of its own.
-Every repeat goes once through all transports and yardsticks, so that what disturbs the machine hits all alike. The
-connection exists before; what arrives is compared with what was sent. Rates, and ratios to those of the yardsticks, are
-those of the fastest repeats.
+Every repeat runs once through all transports and yardsticks, so that a disturbance hits all alike. The connection
+exists before; the received bytes are compared with those sent. Rates, and ratios to those of the yardsticks, are those
+of the fastest repeats.
 """
 
 import asyncio
 import json
-import os
 import socket
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
-
-import torch
 
 from engine.cache.kv_pool import PagedKVPool
 from kv_transfer.descriptor import TransferDescriptor
@@ -26,9 +23,10 @@ from kv_transfer.transports.transport import Dialer
 from kv_transfer.transports.zmq import ZmqDialer
 from serving_core.layout import KVLayout
 from serving_core.net.ports import SocketFolder
-from serving_core.process.cpus import confined
+from serving_core.process.cpus import allowed_cpus, confined
 from splitserve.launch.models import Report
 from splitserve_bench.child import start_child
+from splitserve_bench.engine.driver import threads
 from splitserve_bench.errors import BenchError
 from splitserve_bench.transfer.peer import (
     DEADLINE_S,
@@ -52,7 +50,7 @@ COPY, TCP = "memory copy", "TCP socket"  # the yardsticks
 
 @dataclass(frozen=True, slots=True)
 class TransferBench:
-    """What is measured."""
+    """Which transports, prompt lengths and devices are measured, and how often."""
 
     transports: tuple[str, ...]
     prompt_tokens: tuple[int, ...]
@@ -63,7 +61,7 @@ class TransferBench:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Seconds of several repeats."""
+    """The fastest and the median of several repeats, in seconds."""
 
     fastest_s: float
     median_s: float
@@ -71,7 +69,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One transfer: seconds from finish to commit, CPU seconds of the sending process until then, and the arrival."""
+    """One transfer: seconds from finish to commit, the sender's CPU seconds until then, and the receiver's account."""
 
     commit_s: float
     cpu_s: float
@@ -80,8 +78,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class TransferFigures:
-    """One transport and one prompt, which takes num_bytes. CPU seconds are medians; ratios are of rates, for the same
-    bytes."""
+    """One transport and one prompt length, whose KV takes num_bytes. CPU seconds are medians.
+
+    The ratios are of rates for the same bytes: how fast the transfer is in comparison.
+    """
 
     transport: str
     prompt_tokens: int
@@ -96,7 +96,7 @@ class TransferFigures:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """Everything that was measured with one layout, on so many CPUs (0: not known)."""
+    """Everything that was measured with one KV layout, on `num_cpus` CPUs (0: not known)."""
 
     layout: KVLayout
     num_cpus: int
@@ -104,8 +104,11 @@ class TransferReport:
 
 
 async def measure_transfer(layout: KVLayout, sizes: TransferBench, report: Report) -> TransferReport:
-    """Start the receiving process, measure, and stop it. Raises BenchError, and SettingsError when the pools do not fit
-    into the memory, or a transport does not move blocks of the device."""
+    """Start the receiving process, measure all transports and lengths, stop the process, and return the figures.
+
+    `report` gets progress. Raises BenchError when a transfer fails or brings other bytes, and SettingsError when the
+    pools do not fit into memory, or a transport does not transfer from such a device.
+    """
     check_device(sizes.transports, sizes.device)
     pool_blocks = layout.num_blocks_for(max(sizes.prompt_tokens))
     transfers: list[TransferFigures] = []
@@ -135,7 +138,7 @@ async def measure_transfer(layout: KVLayout, sizes: TransferBench, report: Repor
 def figures_of(
     transport: str, prompt_tokens: int, num_bytes: int, samples: Sequence[Sample], plain_s: Mapping[str, float]
 ) -> TransferFigures:
-    """Return the figures of one or more samples of a transport, beside the seconds of each yardstick."""
+    """Return the figures of one or more samples of a transport. `plain_s` has the fastest seconds of COPY and TCP."""
     commits_s = [sample.commit_s for sample in samples]
     commit = Spread(min(commits_s), statistics.median(commits_s))
     return TransferFigures(
@@ -152,7 +155,7 @@ def figures_of(
 
 
 def copy_s(num_bytes: int) -> float:
-    """Return the seconds that a copy from one buffer into another takes, both of them touched before."""
+    """Return the seconds of a copy of so many bytes between two buffers that are in memory already."""
     source, target = bytearray(b"\1") * num_bytes, bytearray(b"\2") * num_bytes
     start_s = time.perf_counter()
     memoryview(target)[:] = source
@@ -160,13 +163,16 @@ def copy_s(num_bytes: int) -> float:
 
 
 class PeerProcess:
-    """The receiving process."""
+    """The receiving process.
+
+    Every method raises BenchError when it reports an error, ends, or does not reply in time.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     async def ask(self, **command: Any) -> Any:
-        """Send a command and return its answer. Raises BenchError when the process cannot obey, or is not in time."""
+        """Send a command, and return the process's reply. Both are JSON objects (see `reply_to` in peer.py)."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -177,22 +183,22 @@ class PeerProcess:
             raise BenchError(f"the receiving process did not answer within {DEADLINE_S:g} s") from error
         if not line:
             raise BenchError("the receiving process has ended")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise BenchError(answer["error"])
-        return answer
+        reply = json.loads(line)
+        if "error" in reply:
+            raise BenchError(reply["error"])
+        return reply
 
     async def expect(self, transport: str, num_blocks: int, is_scattered: bool) -> bytes:
-        """Return a transfer descriptor for as many blocks."""
-        answer = await self.ask(expect=transport, num_blocks=num_blocks, is_scattered=is_scattered)
-        return bytes.fromhex(answer["descriptor"])
+        """Have the process prepare to receive so many blocks by this transport, and return its transfer descriptor."""
+        reply = await self.ask(expect=transport, num_blocks=num_blocks, is_scattered=is_scattered)
+        return bytes.fromhex(reply["descriptor"])
 
     async def arrival(self) -> Arrival:
-        """Return what arrived of the last transfer. Raises BenchError when it failed."""
+        """Wait until the last transfer has arrived, and return the receiver's account of it."""
         return Arrival(**await self.ask(arrival=True))
 
     async def plain_s(self, num_bytes: int) -> float:
-        """Return the seconds until the process has received as many bytes from a plain TCP socket and said so."""
+        """Send so many bytes by a plain TCP socket, and return the seconds until the process has acknowledged them."""
         source = bytearray(b"\1") * num_bytes
         address = (await self.ask(plain_bytes=num_bytes))["address"]
         with socket.create_connection(tuple(address), timeout=DEADLINE_S) as connection:
@@ -203,7 +209,10 @@ class PeerProcess:
 
 
 class Sender:
-    """A filled pool with a sender for each transport, and the process that receives. Belongs to one event loop."""
+    """A KV pool with random content, and a sender of it for each transport.
+
+    Belongs to the event loop it was made on.
+    """
 
     def __init__(self, pool: PagedKVPool, senders: Mapping[str, KVSender], peer: PeerProcess) -> None:
         self._pool = pool
@@ -211,7 +220,11 @@ class Sender:
         self._peer = peer
 
     async def sample(self, transport: str, num_blocks: int, is_scattered: bool) -> Sample:
-        """Make one transfer. Raises BenchError when it fails, or when what arrived is not what was sent."""
+        """Make one transfer of so many blocks and return its times.
+
+        `is_scattered`: blocks anywhere in the pool, not the first. Raises BenchError when it fails, or when other bytes
+        arrive than were sent.
+        """
         sender = self._senders[transport]
         block_ids = block_ids_of(num_blocks, self._pool.num_blocks, is_scattered)
         descriptor = await self._peer.expect(transport, num_blocks, is_scattered)
@@ -232,7 +245,7 @@ class Sender:
 
 
 async def _until_shared(dialer: Dialer, descriptor: bytes) -> None:
-    """Return when blocks for the receiver go through shared memory. Raises BenchError when they never do."""
+    """Wait until blocks to the receiver go through shared memory. Raises BenchError when they do not within SHARE_S."""
     assert isinstance(dialer, ZmqDialer)
     address = TransferDescriptor.decode(descriptor).ends[0].address
     give_up_s = time.perf_counter() + SHARE_S
@@ -246,8 +259,10 @@ async def _until_shared(dialer: Dialer, descriptor: bytes) -> None:
 async def open_sender(
     layout: KVLayout, pool_blocks: int, transports: Sequence[str], peer: PeerProcess, device_name: str
 ) -> AsyncIterator[Sender]:
-    """Open the pools of both ends; transports connect on the first transfer. Raises SettingsError when a pool is too
-    large."""
+    """Return an async context manager that opens the pools of both ends and yields the sender.
+
+    Transports connect on the first transfer. Raises SettingsError when a pool does not fit into memory.
+    """
     device = device_of(device_name, is_sender=True)
     pool = PagedKVPool(layout, pool_blocks, device)
     fill(pool, range(pool_blocks), is_random=True)
@@ -266,14 +281,17 @@ async def open_sender(
 
 @asynccontextmanager
 async def peer_process(folder: str) -> AsyncIterator[tuple[PeerProcess, int]]:
-    """Start the receiving process. Yields it and how many CPUs the two have: one each where there are two. This process
-    stays on its own CPU, and torch computes with one thread, until the end."""
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    """Return an async context manager that starts the receiving process and yields it, and how many CPUs the two have.
+
+    Each has a CPU of its own where there are two. Until its end this process stays on its CPU, and torch computes with
+    one thread.
+    """
+    cpus = allowed_cpus()
     with confined(cpus[1:2] or cpus):  # the child inherits it
         module = "splitserve_bench.transfer.peer"
         process = await start_child(module, folder, limit=MAX_LINE_BYTES, OMP_NUM_THREADS="1")
     try:
-        with confined(cpus[:1]), _one_thread():
+        with confined(cpus[:1]), threads(1):
             yield PeerProcess(process), min(2, len(cpus))
     finally:
         assert process.stdin is not None
@@ -284,13 +302,3 @@ async def peer_process(folder: str) -> AsyncIterator[tuple[PeerProcess, int]]:
         except TimeoutError:
             process.kill()
             await process.wait()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

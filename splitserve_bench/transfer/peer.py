@@ -1,7 +1,7 @@
-"""The receiving process of `splitserve bench transfer`, and what both ends share.
+"""Be the receiving process of `splitserve bench transfer`. What both processes need is here too.
 
-`python -m splitserve_bench.transfer.peer FOLDER` takes commands, one JSON object a line on stdin, answers each with one
-on stdout, and ends with its stdin. FOLDER is for the files of its sockets.
+`python -m splitserve_bench.transfer.peer FOLDER` reads commands, one JSON object a line on stdin, replies to each with
+one on stdout, and ends with its stdin. FOLDER is for the files of its sockets.
 """
 
 import asyncio
@@ -43,15 +43,17 @@ MAX_LINE_BYTES: Final = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One transfer at the receiving end: the CPU time of its process from the credit to the last byte in place, and
-    the digest of what arrived."""
+    """One transfer at its receiver: CPU seconds from the credit to the last byte, and a digest of the blocks."""
 
     cpu_s: float
     digest: int
 
 
 class Target:
-    """Receives into a pool, with a receiver for each transport. Belongs to the event loop that it was made on."""
+    """Receive transfers into a KV pool, with a receiver for each transport.
+
+    Belongs to the event loop it was made on.
+    """
 
     def __init__(self, pool: PagedKVPool, listeners: Mapping[str, Listener]) -> None:
         self._pool = pool
@@ -59,7 +61,10 @@ class Target:
         self._epoch = 0
 
     def expect(self, transport: str, num_blocks: int, is_scattered: bool) -> bytes:
-        """Empty as many blocks, and return the transfer descriptor for them."""
+        """Fill so many blocks with zeros, let a transfer write them, and return its encoded transfer descriptor.
+
+        `is_scattered`: blocks anywhere in the pool instead of the first ones.
+        """
         receiver = self._receivers[transport]
         block_ids = block_ids_of(num_blocks, self._pool.num_blocks, is_scattered)
         fill(self._pool, block_ids, is_random=False)
@@ -81,7 +86,7 @@ class Target:
         return descriptor.encode()
 
     async def arrival(self) -> Arrival:
-        """Return what arrived of the last transfer. Raises BenchError when it failed."""
+        """Wait for the last expected transfer, and return its account. Raises BenchError when it failed."""
         result = await self._result
         if isinstance(result, TransferFailed):
             raise BenchError(f"a transfer over {self._transport} failed: {result.message}")
@@ -89,6 +94,7 @@ class Target:
         return Arrival(self._cpu_s, digest_of(receiver.store, receiver.transport.payload, self._block_ids))
 
     async def close(self) -> None:
+        """Close all receivers."""
         for receiver in self._receivers.values():
             await receiver.close()
 
@@ -98,8 +104,7 @@ class Target:
 
 
 def check_device(transports: Sequence[str], device: str) -> None:
-    """Raise SettingsError for a transport that does not move blocks of this kind of device, or needs more of them than
-    there are."""
+    """Raise SettingsError when a transport cannot transfer from such a device, or there are too few for it."""
     num_devices = torch.cuda.device_count()
     if device != CPU.type and not num_devices:
         raise SettingsError(f"--device {device}: there is no CUDA device here")
@@ -112,12 +117,15 @@ def check_device(transports: Sequence[str], device: str) -> None:
 
 
 def device_of(name: str, *, is_sender: bool) -> torch.device:
-    """Return where one end has its pool: of several CUDA devices each end has one."""
+    """Return the device of the sender's or the receiver's pool: of several CUDA devices each end has one."""
     return CPU if name == CPU.type else torch.device(name, 0 if is_sender else torch.cuda.device_count() - 1)
 
 
 def listener_of(transport: str, folder: str, keys: Sequence[bytes], device: torch.device) -> Listener:
-    """Return a new receiving end of a transport, for dialers with these keys."""
+    """Return a new receiving end of a transport, which lets dialers with these keys connect.
+
+    Socket files are in `folder`.
+    """
     if transport in BY_TORCH:
         return TorchDistListener("dist://127.0.0.1:*", device)
     endpoint = f"ipc://{folder}/kv.sock" if transport == ZMQ_IPC else "tcp://127.0.0.1:*"
@@ -128,22 +136,22 @@ def listener_of(transport: str, folder: str, keys: Sequence[bytes], device: torc
 
 
 def dialer_of(transport: str, device: torch.device) -> Dialer:
-    """Return the sending end that goes with listener_of."""
+    """Return a new sending end of a transport, for the receiving end that `listener_of` makes."""
     return TorchDistDialer(device) if transport in BY_TORCH else ZmqDialer(shares_memory=transport == ZMQ_SHM)
 
 
 def store_of(transport: str, pool: PagedKVPool) -> KVStore:
-    """Return the pool as the transport takes it."""
+    """Return the pool in the form in which the transport reads and writes it: as tensors, or as bytes."""
     return TensorStore(pool) if transport in BY_TORCH else pool
 
 
 def block_ids_of(num_blocks: int, pool_blocks: int, is_scattered: bool) -> list[int]:
-    """Return the blocks of a pool that hold a prompt: the first ones, or random ones, the same in every process."""
+    """Return `num_blocks` block ids of a pool: the first ones, or random ones, which are the same in every process."""
     return random.Random(SEED).sample(range(pool_blocks), num_blocks) if is_scattered else [*range(num_blocks)]
 
 
 def fill(pool: PagedKVPool, block_ids: Sequence[int], *, is_random: bool) -> None:
-    """Write zeros, or random bytes that differ from layer to layer and are the same in every process."""
+    """Write zeros to these blocks, or random bytes that differ by layer and are the same in every process."""
     num_bytes = 2 * len(block_ids) * pool.layout.cache_shape.num_bytes
     caches = random.Random(SEED).randbytes(num_bytes) if is_random else bytes(num_bytes)
     for layer in pool.layout.layers:
@@ -153,7 +161,7 @@ def fill(pool: PagedKVPool, block_ids: Sequence[int], *, is_random: bool) -> Non
 
 
 def digest_of(store: KVStore, payload: Payload, block_ids: Sequence[int]) -> int:
-    """Return a digest of all these blocks, made of checksums as in a transfer."""
+    """Return a digest of these blocks, made of the checksums that a transfer would send."""
     digest, part_blocks = 0, blocks_per_message(store.layout)
     for layer in store.layout.layers:
         for first in range(0, len(block_ids), part_blocks):
@@ -162,8 +170,12 @@ def digest_of(store: KVStore, payload: Payload, block_ids: Sequence[int]) -> int
     return digest
 
 
-async def answer(target: Target, command: dict[str, Any]) -> dict[str, Any]:
-    """Obey a command and return its answer. Raises BenchError."""
+async def reply_to(target: Target, command: dict[str, Any]) -> dict[str, Any]:
+    """Carry out a command that is a JSON object, and return the reply's fields.
+
+    `expect` (a transport) with `num_blocks` and `is_scattered` gives a transfer descriptor in hex digits, `arrival` the
+    fields of Arrival. Raises BenchError for another command, and when a transfer failed.
+    """
     match command:
         case {"expect": transport, "num_blocks": num_blocks, "is_scattered": is_scattered}:
             return {"descriptor": target.expect(transport, num_blocks, is_scattered).hex()}
@@ -174,7 +186,10 @@ async def answer(target: Target, command: dict[str, Any]) -> dict[str, Any]:
 
 
 def receive_plainly(num_bytes: int) -> None:
-    """Answer with the address of a plain socket, read as many bytes from it, and acknowledge them."""
+    """Write the address of a plain TCP socket to stdout, receive so many bytes there, and acknowledge them.
+
+    Raises BenchError when the connection ends too early.
+    """
     sink = memoryview(bytearray(b"\1") * num_bytes)  # which touches its pages
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(DEADLINE_S)
@@ -191,7 +206,7 @@ def receive_plainly(num_bytes: int) -> None:
 
 
 def write_line(fields: Mapping[str, Any]) -> None:
-    """Write one answer."""
+    """Write a reply, as one line of JSON, to stdout."""
     sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()
 
@@ -204,7 +219,7 @@ def _open(folder: str, command: Mapping[str, Any]) -> Target:
 
 
 async def _obey(folder: str) -> None:
-    """Take commands until stdin ends: the first opens the pool, each other one is a transfer or its yardstick."""
+    """Run commands until stdin ends: the first opens the pool, each other one is about a transfer or a yardstick."""
     reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer
@@ -219,7 +234,7 @@ async def _obey(folder: str) -> None:
             elif "plain_bytes" in command:
                 receive_plainly(command["plain_bytes"])
             else:
-                write_line(await answer(target, command))
+                write_line(await reply_to(target, command))
         except SplitServeError as error:
             write_line({"error": str(error)})
     if target is not None:

@@ -6,7 +6,7 @@ from itertools import accumulate
 from random import Random
 
 from coordinator.settings import CoordinatorSettings
-from splitserve_bench.serve.metrics import Limits, is_good, told
+from splitserve_bench.serve.metrics import Limits, is_good, with_limits
 from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.simulate.costs import ProfileCosts
 from splitserve_bench.simulate.events import Agenda, ToyModel
@@ -77,7 +77,7 @@ class World:
         """What becomes of it, and the API server."""
         agenda, model = Agenda(), ToyModel(VOCAB_SIZE)
         options = {"max_concurrency": None, "request_timeout_s": self.timeout_s, "api_server_s": API_SERVER_S}
-        clients = LoadClients(agenda, told(self.planned, lambda each: self.limits), model=model, **options)
+        clients = LoadClients(agenda, with_limits(self.planned, lambda each: self.limits), model=model, **options)
         api_server = self.api_server(agenda, clients)
         fleet = Fleet(agenda, api_server, self.sizes, model, self.settings or self.size.settings)
         api_server.fleet = fleet

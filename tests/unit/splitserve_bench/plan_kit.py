@@ -3,9 +3,9 @@
 import json
 
 from serving_core.shapes import DECODE, MIXED, PREFILL
-from splitserve_bench.plan.candidates import Asked, Plan, Pool
-from splitserve_bench.plan.loads import AskedLoad
-from splitserve_bench.plan.nodes import AskedNodes, machines_of
+from splitserve_bench.plan.candidates import Plan, PlanOptions, Pool
+from splitserve_bench.plan.loads import LoadOptions
+from splitserve_bench.plan.nodes import NodeOptions, machines_of
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,16 +33,16 @@ def asked_nodes(**values):
         "both_hardware": ("h100",), "link": "", "host_link": "ib", "gpus_per_host": 4, "tp_sizes": (1, 2),
         "device_memory_bytes": 0, "max_model_len": 0, "max_num_batched_tokens": 512, "max_num_seqs": 32,
     }  # fmt: skip
-    return AskedNodes(**{**fields, **values})
+    return NodeOptions(**{**fields, **values})
 
 
 def asked(nodes, **values):
-    load = AskedLoad("random", "", 1.0, 200, 8, 0.0, 1.0, 0)
+    load = LoadOptions("random", "", 1.0, 200, 8, 0.0, 1.0, 0)
     fields = {
         "gpus": 2, "cells": 1, "objective": "device", "candidates": 4, "goodput": ("ttft:200 tpot:20",),
         "attainment": 0.9, "tolerance": 0.2, "max_probes": 4, "num_prompts": 40, "seconds": 0.1, "all_plans": False,
     }  # fmt: skip
-    return Asked(nodes=nodes, **{"load": load, **fields, **values})
+    return PlanOptions(nodes=nodes, **{"load": load, **fields, **values})
 
 
 def paper_nodes(tmp_path):

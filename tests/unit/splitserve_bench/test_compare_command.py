@@ -19,9 +19,9 @@ from splitserve_bench.compare.command import (
 )
 from splitserve_bench.compare.contenders import PeerContender, colocated
 from splitserve_bench.compare.run import (
-    Asked,
     Cells,
     CompareBench,
+    CompareOptions,
     Workload,
     compare_contenders,
     seed_of,
@@ -246,7 +246,9 @@ def asked_of(folder, *contenders, save_dir=None):
     )
     dataset = Dataset(random_input_len=9, random_output_len=2)
     model, cores = LocalModel(folder, "model"), sorted(os.sched_getaffinity(0))
-    return Asked(model, cores, {}, contenders, colocated(1, len(cores)), dataset, bench, (), save_dir, as_json=True)
+    return CompareOptions(
+        model, cores, {}, contenders, colocated(1, len(cores)), dataset, bench, (), save_dir, as_json=True
+    )
 
 
 def test_a_comparison_does_not_go_on_with_other_weights_or_kernels(tmp_path, monkeypatch):

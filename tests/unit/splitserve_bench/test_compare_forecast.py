@@ -44,7 +44,7 @@ def forecaster(**flags):
 )
 def test_a_load_is_simulated_on_the_nodes_of_a_contender(contender, size):
     outcomes = forecaster().outcomes(contender, LOAD, 60.0)
-    assert outcomes == simulate(PROFILE, size, LOAD, max_concurrency=None, request_timeout_s=60.0)
+    assert outcomes == simulate(PROFILE, size, LOAD, max_concurrency=None, request_timeout_s=60.0).outcomes
     assert len(outcomes) == len(LOAD)
 
 

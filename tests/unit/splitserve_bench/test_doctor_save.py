@@ -152,7 +152,7 @@ async def test_lone_requests_go_to_nodes_of_as_many_cores_as_the_steps_were_meas
 
     monkeypatch.setattr(saving, "Arena", Arena)
     monkeypatch.setattr(saving, "measure_steps", steps)
-    monkeypatch.setattr(saving, "all_cpus", lambda: cpus)
+    monkeypatch.setattr(saving, "allowed_cpus", lambda: cpus)
     model = LocalModel(tiny, "tiny")
     settings = EngineSettings(quantization="w8a8", weights_memory_bytes=2**30, batch_invariant=True, num_kv_blocks=9)
     profile = await measure_profile(model, settings, DoctorBench(cores, 2, (16,), (8,), 1), 5e8, str)
@@ -264,7 +264,7 @@ def test_the_command_saves_what_a_simulation_reads(tiny, tmp_path, monkeypatch, 
     """A node of all cores leaves none for a second one, so there is no KV transfer between two."""
     monkeypatch.setattr(peer, "DEADLINE_S", 600.0)  # its other process may take long to begin
     write_tokenizer(tiny)
-    path, cores = tmp_path / "profile.json", len(saving.all_cpus()) if has_all_cores else 1
+    path, cores = tmp_path / "profile.json", len(saving.allowed_cpus()) if has_all_cores else 1
     words = ("--running", 2, "--prompt-tokens", 16, "--output-tokens", 8, "--repeats", 1, "--save", path, "--json")
     done = CliRunner().invoke(main, ["doctor", str(tiny), "--cores", str(cores), *map(str, words)])
     assert done.exit_code == 0, done.output
@@ -276,5 +276,5 @@ def test_the_command_saves_what_a_simulation_reads(tiny, tmp_path, monkeypatch, 
     assert 0 < profile.steps.prompts_alone_factor <= 1
     assert len(profile.steps.prompts_spread.factors) == len(profile.control.spread.factors) == 7
     planned = [request(0, 40, 5)]
-    (outcome,) = simulate(profile, FleetSize(1, 1), planned, max_concurrency=None, request_timeout_s=60.0)
+    (outcome,) = simulate(profile, FleetSize(1, 1), planned, max_concurrency=None, request_timeout_s=60.0).outcomes
     assert outcome.num_output_tokens == 5

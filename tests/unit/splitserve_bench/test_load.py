@@ -28,7 +28,7 @@ from splitserve_bench.serve.generator import (
     read_plan,
     run_load,
 )
-from splitserve_bench.serve.metrics import Limits, summarize, told, tpot_s
+from splitserve_bench.serve.metrics import Limits, summarize, tpot_s, with_limits
 from splitserve_bench.serve.records import Outcome, PlannedRequest, Progress, Reply, Target, pack_request, returns_at_s
 from tests.effort import few
 from tests.unit.splitserve_bench.bench_serve_kit import failed
@@ -242,7 +242,7 @@ async def test_each_request_tells_its_limits_to_our_servers_alone(send, serving,
 
 def test_what_a_server_would_not_take_for_a_limit_is_not_told():
     limits = [Limits(0.5, 0.04, 9.0), Limits(0.0, None), Limits(3600.1, 3600.0)]
-    sent = told(plan(3), lambda each: limits[each.index])
+    sent = with_limits(plan(3), lambda each: limits[each.index])
     assert [(each.ttft_ms, each.tpot_ms) for each in sent] == [(500, 40), (None, None), (None, 3_600_000)]
     assert [replace(each, ttft_ms=None, tpot_ms=None) for each in sent] == plan(3)
 

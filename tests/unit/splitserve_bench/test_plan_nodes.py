@@ -317,7 +317,8 @@ def test_a_measured_profile_is_simulated_as_by_splitserve_simulate(tmp_path):
         pools = [Pool(role, kind, count) for role, count in zip((PREFILL, DECODE, MIXED), counts, strict=True) if count]
         clients = JudgingClients(Agenda(), planned, Limits(), PROFILE.control.api_server_s, 0, 12, 12)
         run_clients(Plan(tuple(pools), sum(counts), 8), clients)
-        outcomes = simulate(profile, FleetSize(*counts), planned, max_concurrency=None, request_timeout_s=600.0)
+        found = simulate(profile, FleetSize(*counts), planned, max_concurrency=None, request_timeout_s=600.0)
+        outcomes = found.outcomes
         assert [each.ttft_s for each in clients.judged] == pytest.approx(list(map(ttft_s, outcomes)))
         assert [each.tpot_s for each in clients.judged] == pytest.approx(list(map(tpot_s, outcomes)))
 

@@ -16,10 +16,10 @@ from serving_core.shapes import DECODE, MIXED, PREFILL
 from splitserve.commands import roles
 from splitserve.commands.serve import up
 from splitserve_bench.compare.search import MOST_SEEDS, Counted, Goal, plain, settle
-from splitserve_bench.plan.candidates import Plan, Pool, asked_from_json
+from splitserve_bench.plan.candidates import Plan, Pool, options_from_json
 from splitserve_bench.plan.command import plan_command
 from splitserve_bench.plan.fleets import ENOUGH_TOKENS, JudgingClients, Played, play, run_clients
-from splitserve_bench.plan.loads import AskedLoad, Loads
+from splitserve_bench.plan.loads import LoadOptions, Loads
 from splitserve_bench.plan.nodes import machines_of
 from splitserve_bench.plan.race import Progress
 from splitserve_bench.plan.report import Finding, commands_of, plan_view
@@ -130,7 +130,7 @@ def test_all_rates_have_the_same_requests(tmp_path):
     trace = tmp_path / "trace.csv"
     rows = [f"2023-11-16 18:15:{second:02},{100 + second},{5 + second}" for second in (0, 3, 4, 9)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
-    loads = Loads(AskedLoad("azure", str(trace), 1.0, 1, 1, 0.0, 1.0, 0), 5000, 4096)
+    loads = Loads(LoadOptions("azure", str(trace), 1.0, 1, 1, 0.0, 1.0, 0), 5000, 4096)
     slow, fast = loads.load(1.0, 10, 0), loads.load(4.0, 10, 0)
     assert [(each.prompt, each.output_tokens) for each in slow] == [(each.prompt, each.output_tokens) for each in fast]
     assert [each.send_at_s for each in slow] == pytest.approx([4 * each.send_at_s for each in fast])
@@ -143,7 +143,7 @@ def test_all_rates_have_the_same_requests(tmp_path):
 def test_a_longer_load_begins_with_the_requests_of_a_shorter_one(tmp_path, dataset):
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:00,50,5\n2023-11-16 18:15:04,60,6\n")
-    asked = AskedLoad(dataset, str(trace), 1.0, 40, 4, 0.5, 1.0, 0)
+    asked = LoadOptions(dataset, str(trace), 1.0, 40, 4, 0.5, 1.0, 0)
     grown, whole = Loads(asked, 5000, 4096), Loads(asked, 5000, 4096)
     for num in (3, 8, 11):
         some = grown.load(1.0, num, 1)
@@ -200,7 +200,7 @@ def test_a_p90_is_that_of_all_requests_of_its_probes(nodes):
 
 def test_what_is_asked_goes_to_other_processes_and_back(nodes):
     question = asked(replace(nodes, dollars_per_h=(("h100", 4.0),)))
-    assert asked_from_json(question.to_json()) == question
+    assert options_from_json(question.to_json()) == question
 
 
 def test_a_colocated_plan_is_always_tried(nodes):

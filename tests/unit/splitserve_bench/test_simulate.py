@@ -16,7 +16,7 @@ from splitserve_bench.serve.metrics import PHASE_FIELDS
 from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.simulate.costs import ProfileCosts
 from splitserve_bench.simulate.events import Agenda, ToyModel
-from splitserve_bench.simulate.fleet import Fleet, FleetSize, LoadClients, play, simulate
+from splitserve_bench.simulate.fleet import Fleet, FleetSize, LoadClients, simulate
 from splitserve_bench.simulate.profile import Grid, TierProfile, TransferProfile, read_profile
 from tests.effort import effort
 from tests.tiny_models import write_tokenizer
@@ -43,7 +43,7 @@ BLOCK_S = BLOCK_BYTES / BYTES_PER_S
 
 
 def outcomes_of(size, *planned, **options):
-    return simulate(PROFILE, size, planned, **{"max_concurrency": None, "request_timeout_s": 100.0, **options})
+    return simulate(PROFILE, size, planned, **{"max_concurrency": None, "request_timeout_s": 100.0, **options}).outcomes
 
 
 def check_phases(outcome):
@@ -87,7 +87,7 @@ def test_only_the_first_of_a_row_of_chunks_finds_a_node_that_waits(num_waiting):
     """What is measured with requests that are alone is no cost of those behind each other."""
     slow = replace(PROFILE, steps=replace(PROFILE.steps, prompt_overhead_s=0.050))
     planned = [request(index, 1030, 1) for index in range(num_waiting)]
-    *_, last = simulate(slow, COLOCATED, planned, max_concurrency=None, request_timeout_s=100.0)
+    *_, last = simulate(slow, COLOCATED, planned, max_concurrency=None, request_timeout_s=100.0).outcomes
     all_s = chunk_s(1030 * num_waiting) + PROMPT_S * (-(-1030 * num_waiting // 512) - 1)  # each chunk has what it can
     assert last.arrivals_s == pytest.approx([API_SERVER_S + 2 * MESSAGE_S + 0.050 + all_s])
 
@@ -141,7 +141,7 @@ def chats(count, profile=PROFILE, size=SPLIT, every_s=20.0):
     seconds = [
         PlannedRequest(count + chat, 20.0 * chat + 10.0, (*text, *range(19)), 2) for chat, text in enumerate(texts)
     ]
-    outcomes = simulate(profile, size, [*firsts, *seconds], max_concurrency=None, request_timeout_s=100.0)
+    outcomes = simulate(profile, size, [*firsts, *seconds], max_concurrency=None, request_timeout_s=100.0).outcomes
     return outcomes[count:]
 
 
@@ -179,7 +179,7 @@ def test_what_the_pool_gave_up_is_read_back_where_that_is_faster_than_computing_
     small = replace(PROFILE, node=replace(SIZES, num_blocks=10, tier=tier))
     first, other = request(0, 98, 2), request(1, 150, 2, at_s=5.0)
     planned = [first, other, replace(first, index=2, send_at_s=10.0)]
-    played = play(small, COLOCATED, planned, max_concurrency=None, request_timeout_s=100.0)
+    played = simulate(small, COLOCATED, planned, max_concurrency=None, request_timeout_s=100.0)
     *_, again = played.outcomes
     assert again.timeline["prefill_s"] == pytest.approx(chunk_s(2))
     assert again.timeline["prefill_queue_s"] == pytest.approx(2 * MESSAGE_S + read_s)

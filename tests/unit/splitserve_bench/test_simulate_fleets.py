@@ -160,7 +160,7 @@ BACK_S = API_SERVER_S / 2 + MESSAGE_S
 
 
 def outcomes_of(size, *planned, profile=NEIGHBOURS):
-    return simulate(profile, size, planned, max_concurrency=None, request_timeout_s=100.0)
+    return simulate(profile, size, planned, max_concurrency=None, request_timeout_s=100.0).outcomes
 
 
 def left_s(seconds, *, done_s, of_s):

@@ -169,7 +169,7 @@ def profile_of(answers=WIDE, prompts=WIDE, messages=WIDE):
 
 def outcomes_of(profile, *, seed=0, size=FLEET, every_s=0.05, num_requests=40):
     planned = [request(index, 100, 12, index * every_s) for index in range(num_requests)]
-    return simulate(profile, size, planned, max_concurrency=None, request_timeout_s=100.0, seed=seed)
+    return simulate(profile, size, planned, max_concurrency=None, request_timeout_s=100.0, seed=seed).outcomes
 
 
 @given(spreads(), st.floats(0, 1), st.floats(0, 1))
