@@ -69,7 +69,7 @@ class ApiServers:
     def listen(self) -> None:
         """Reserve the ports at which the API servers will listen, and set `port` and `http_port`.
 
-        Raises SettingsError.
+        Raises SettingsError when a port is in use.
         """
         settings = self._settings
         self.port = self._hold(Port("--grpc-port", settings.host, settings.grpc_port))

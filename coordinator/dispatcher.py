@@ -129,8 +129,9 @@ class Dispatcher:
     def attach(self, hello: fleet_pb2.Hello) -> NodeLink:
         """Admit the node of a `hello` to the fleet, and return the queue of commands to it.
 
-        A node of the same name that is still attached is lost first, its requests go on elsewhere. Raises RequestError
-        when the node does not fit the fleet (another model, for one), or its name is in use by a process that lives.
+        A node of the same name that is still attached is lost first, its requests continue elsewhere. Raises
+        RequestError when the node does not fit the fleet (another model, for one), or its name is in use by a process
+        that lives.
         """
         namesake = self._registry.find(hello.node.name)
         try:
@@ -150,14 +151,14 @@ class Dispatcher:
         return link
 
     def message_lost(self, link: NodeLink, error: MessageLost) -> None:
-        """Treat the node of a stream as lost, since a message is missing, and let its requests go on elsewhere.
+        """Treat the node of a stream as lost, since a message is missing, and let its requests continue elsewhere.
 
         The caller must still call `detach`.
         """
         self._apply(self._lose(link.node, LossCause.MESSAGE, str(error)))
 
     def detach(self, link: NodeLink) -> None:
-        """Treat the node of a stream that has ended as lost, and let its requests go on elsewhere.
+        """Treat the node of a stream that has ended as lost, and let its requests continue elsewhere.
 
         Has no effect on a node that is lost already.
         """
@@ -288,7 +289,7 @@ class Dispatcher:
         return self._give_up(node, RequestError(WORKER_LOST, why), has_died=has_died)
 
     def _give_up(self, node: Node, error: RequestError, *, has_died: bool = False) -> list[Instruction]:
-        """End a node's stream with an error; its requests go on elsewhere."""
+        """End a node's stream with an error; its requests continue elsewhere."""
         self._links.pop(node).end(error)
         self._registry.lose(node)
         self.nodes_changed.set()
@@ -451,7 +452,7 @@ class Dispatcher:
         self._shapes_changed.set()  # a requested shape may have expired
 
     def drain(self) -> None:
-        """Refuse calls that come later; those that are open go on."""
+        """Refuse calls that come later; those that are open continue."""
         self.is_draining = True
 
     async def idle(self) -> None:
@@ -516,7 +517,7 @@ class Dispatcher:
         return instructions
 
     def _goes_on(self, call: Generation, error: RequestError) -> bool:
-        """Return whether the other sequences of a call go on after one has failed.
+        """Return whether the other sequences of a call continue after one has failed.
 
         They do where the request itself was at fault behind some tokens, as with a grammar that has no continuation.
         """

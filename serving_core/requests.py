@@ -119,7 +119,7 @@ class Share:
 
     The step computes `token_ids`. The pool holds the KV of the `start` tokens before them; `block_ids` covers all of
     these tokens. The step reads a fixed state from `state_ids`; if empty, from the leading blocks of `block_ids`, to
-    which it writes the state. `samples` tells whether the output for the last token is wanted (logits, or an embedder's
+    which it writes the state. `samples` says whether the output for the last token is wanted (logits, or an embedder's
     hidden state); the outputs of the leading `num_scored` tokens are wanted as well. `adapter` is the name of a LoRA
     adapter; empty: the model alone.
     """

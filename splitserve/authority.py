@@ -163,7 +163,7 @@ def _write(folder: Path, role: str, issued: Issued) -> None:
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:
-    """At once, for whoever reads it meanwhile."""
+    """Replace the file at once, so that no reader sees half of it."""
     new = path.with_name(f"{path.name}.new")
     new.unlink(missing_ok=True)
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

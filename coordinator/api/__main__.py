@@ -47,7 +47,7 @@ async def _serve(settings: ApiServerSettings) -> None:
 
 
 def _channel(settings: ApiServerSettings) -> grpc.aio.Channel:
-    """Return a channel to the coordinator. Raises TlsError."""
+    """Return a channel to the coordinator. Raises TlsError when the TLS files cannot be used."""
     tls = settings.served.tls
     if settings.api_server_number or not tls.tls_ca:
         return grpc.aio.insecure_channel(settings.coordinator, options=API_SERVER_OPTIONS)

@@ -1,4 +1,4 @@
-"""Serve the gRPC calls that control answers for every API server: Admin, and the status methods of Inference."""
+"""Serve the gRPC calls that control handles for every API server: Admin, and the status methods of Inference."""
 
 import asyncio
 import logging

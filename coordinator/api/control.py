@@ -1,6 +1,6 @@
-"""Define what an API server asks of control, which places and tracks requests.
+"""Define the calls of an API server to control, the part of the coordinator that places and tracks requests.
 
-LocalControl serves a coordinator of one process. With several API servers, each is a process that asks over a socket
+LocalControl serves a coordinator of one process. With several API servers, each is a process that calls over a socket
 (coordinator/api/remote.py).
 """
 

@@ -118,7 +118,7 @@ class Guard:
             self._loop.add_reader(each, self._accept, each)
 
     def close(self) -> None:
-        """Stop accepting connections; those that are open go on until `wait_closed`."""
+        """Stop accepting connections; those that are open continue until `wait_closed`."""
         for each in self._sockets:
             self._loop.remove_reader(each)
             each.close()

@@ -158,7 +158,7 @@ class HeadReader:
 
 
 def _fragment(flags: int, payload: bytes) -> bytes:
-    """Return the header block fragment of a HEADERS frame. Raises BadHead."""
+    """Return the header block fragment of a HEADERS frame. Raises BadHead when its padding is longer than it."""
     start, end = 0, len(payload)
     if flags & _PADDED:
         start, end = 1, end - (payload[0] if payload else 0)

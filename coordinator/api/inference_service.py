@@ -14,7 +14,7 @@ from serving_core.process.telemetry import CURRENT_REQUEST
 
 
 class Status(Protocol):
-    """Methods that control answers. A gRPC stub of Inference fits too."""
+    """Methods that control handles. A gRPC stub of Inference fits too."""
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Any) -> inference_pb2.AbortResponse: ...
     async def GetServerInfo(self, request: Any, context: Any) -> inference_pb2.GetServerInfoResponse: ...

@@ -21,7 +21,8 @@ Kind = tuple[tuple[str, ...], bool]
 class ServerTls:
     """Hold the server certificate, and the CA of client certificates.
 
-    Open connections keep their configuration; later connections use what `refresh` has loaded. Raises TlsError.
+    Open connections keep their configuration; later connections use what `refresh` has loaded. Raises
+    TlsError when the files cannot be used at the start.
     """
 
     def __init__(self, files: TlsFiles, *, verifies_clients: bool) -> None:

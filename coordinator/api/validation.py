@@ -159,7 +159,8 @@ def plan_request(
     """Check the fields that `check_input` leaves, and return the plan, with defaults for the fields that are not set.
 
     `prompt` are the token ids of the input. `defaults` are the model's sampling defaults. `grammar` is the compiled
-    constraint, and `spelled` are the token sequences of the bad words. Raises RequestError.
+    constraint, and `spelled` are the token sequences of the bad words. Raises RequestError for an
+    empty or too long prompt, and for a field that is out of range.
     """
     _check_prompt_is_there("input", len(prompt))
     check_prompt_length(len(prompt), limits)

@@ -299,7 +299,7 @@ def ended_before(request: Request, finish_reason: inference_pb2.FinishReason, no
 
 
 def cut_short(error: RequestError, timeline: Timeline, now: float) -> inference_pb2.Complete:
-    """Return the Complete message, with the error in it, of a sequence that failed while others of its call go on."""
+    """Return the Complete message, with its error, of a sequence that failed while others of its call continue."""
     return inference_pb2.Complete(
         finish_reason=inference_pb2.FINISH_REASON_ABORT,
         completion_tokens=int(error.metadata.get("tokens_emitted", "0")),

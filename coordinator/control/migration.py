@@ -8,7 +8,7 @@
 Blocks that the target has cached do not travel: its descriptor names the last one. A source that has decoded the
 sequence beside others reports PAIRING_MISMATCH, and the next migration sends all blocks.
 
-The coordinator alone decides which node goes on. A source that has stopped waits for Cancel or Keep whatever has
+The coordinator alone decides which node continues. A source that has stopped waits for Cancel or Keep whatever has
 failed, and a Committed that crosses the Cancel to its target is ignored. Until Committed the request belongs to the
 source: its end, the loss of the source and its failures are handled as if there were no migration.
 
@@ -327,7 +327,7 @@ def prompts_to_restart(requests: Iterable[Request], nodes: Collection[Node]) -> 
 def leaving_drained(
     requests: Iterable[Request], nodes: Collection[Node], ledger: Ledger, now: float
 ) -> Iterator[tuple[Request, Node]]:
-    """Yield the running requests to migrate from draining nodes now, each with its target.
+    """Yield the running requests to migrate now from nodes that drain or decode no more, each with its target.
 
     The caller must start each migration before the next one is yielded.
     """

@@ -91,10 +91,10 @@ class NodeHealth:
         self._losses_s: deque[float] = deque(maxlen=100)
 
     def attached(self, session: int, hello: Hello, awake_s: float) -> None:
-        """Record that the node has attached under a new session, with `hello` at the awake time `awake_s`.
+        """Record that the node has attached under a new session at `awake_s`, a time of `Pauses.awake_s`.
 
-        A process that shows the session before keeps its record of gaps. If it was silent because it had no CPU core,
-        its deadline grows, since that may happen again.
+        A process that shows the session before in its `hello` keeps its record of gaps. If it was silent because it had
+        no CPU core, its deadline grows, since that may happen again.
         """
         if hello.session and hello.session == self._session:
             self._detector.heard(awake_s, learns=hello.starved_share >= STARVED)
@@ -103,14 +103,17 @@ class NodeHealth:
         self._session = session
 
     def heard(self, awake_s: float) -> None:
-        """Record that a heartbeat has come at the awake time `awake_s`."""
+        """Record that a heartbeat has come at `awake_s`, a time of `Pauses.awake_s`."""
         self._detector.heard(awake_s)
 
     def lost(self, now: float) -> None:
         self._losses_s.append(now)
 
     def why_silent(self, awake_s: float) -> str | None:
-        """Return, in words, why a silent node counts as lost at the awake time `awake_s`; None while it does not."""
+        """Return, in words, why a silent node counts as lost at `awake_s`; None while it does not.
+
+        Times are those of `Pauses.awake_s`, a clock that stands still while the coordinator itself is paused.
+        """
         return self._detector.why_suspected(awake_s)
 
     @property

@@ -142,7 +142,10 @@ class RequestLog:
         _write(logging.INFO, "request refused", record, _cause(error))
 
     def attempt_failed(self, node: Node, event: fleet_pb2.Failed) -> None:
-        """Log that a node has failed its part of a request, with the node's reason. The request may go on elsewhere."""
+        """Log that a node has failed its part of a request, with the node's reason.
+
+        The request may continue on others.
+        """
         is_transfer = event.reason in (reasons.TRANSFER_FAILED, reasons.KV_CHECKSUM_MISMATCH)
         fields = {"failed_node": node.name, "reason": event.reason, "message": event.message[:MAX_MESSAGE_CHARS]}
         request_id = event.attempt.request_id.rpartition("/")[0]

@@ -630,8 +630,7 @@ class Scheduler:
         return [Send(attempt.prefill, fleet_pb2.NodeCommand(deliver=deliver, attempt=event.attempt))]
 
     def _revoked(self, request: Request, node: Node, event: fleet_pb2.Revoked, now: float) -> list[Instruction]:
-        """Note that the decode node has revoked its credit, of which it tells the prefill node; it will give credit
-        again."""
+        """Note that the decode node has revoked its credit; it informs the prefill node, and will give credit again."""
         if node is not request.attempt.decode or request.attempt.has_kv:
             return []
         request.attempt.reserved_s = None

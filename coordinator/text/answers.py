@@ -63,7 +63,7 @@ class AnswerText:
     def next(self, token_id: int, finish_reason: inference_pb2.FinishReason) -> str:
         """Add a token, and return the text that is certain now; often empty. No token may follow a stop string.
 
-        `finish_reason` tells how this token ends the output; FINISH_REASON_UNSPECIFIED if it does not. After the last
+        `finish_reason` says how this token ends the output; FINISH_REASON_UNSPECIFIED if it does not. After the last
         token, `rest` returns the text that was held back.
         """
         return self._news(self._take(token_id, ends=finish_reason == inference_pb2.FINISH_REASON_STOP))

@@ -83,10 +83,11 @@ class ChatTemplate:
             logger.error(LOSSY, lossy)
 
     async def render(self, messages: Messages, options: RenderOptions, asker: str = "") -> str:
-        """Return the text of a conversation. Conversations of the same `asker` wait for each other.
+        """Return the text of a conversation.
 
-        Raises RequestError: BAD_PARAM when the template refuses the messages or a field is invalid, ENGINE_ERROR, also
-        logged, when the template fails.
+        Conversations of the same `asker`, the name of an API key, wait for each other. Raises RequestError: BAD_PARAM
+        when the template refuses the messages or a field is invalid, ENGINE_ERROR, also logged, when the template
+        fails.
         """
         answer = await self._program.ask({"messages": list(messages), **asdict(options)}, asker)
         if "text" in answer:

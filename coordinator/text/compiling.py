@@ -190,7 +190,10 @@ class Compiler:
             self._unspelled = unspelled_bytes(_text_tokens(tokenizer))
 
     def answer(self, question: Mapping[str, Any]) -> bytes:
-        """Return the answer line to a question, which has the fields of `Asked`: the grammar, or why there is none."""
+        """Return the reply line to a question: a JSON object with the compiled grammar, or with why it was refused.
+
+        A question has the fields of `Asked`: a constraint, and how loosely it may be enforced.
+        """
         leeway = Leeway(**question["leeway"])
         asked = Asked(**{**question, "leeway": leeway, "thoughts": Thoughts(question["thoughts"])})
         try:
@@ -220,7 +223,7 @@ class Compiler:
         return True
 
     def _compiled(self, asked: Asked) -> str:
-        """Return the grammar in the nodes' format. Raises RequestError or Unenforceable."""
+        """Return the grammar in the nodes' format. Raises Unenforceable or RequestError when it cannot be enforced."""
         closes, unspelled = asked.closes_objects, self._unspelled
         form = to_grammar(asked.kind, asked.value, asked.whitespace, closes_objects=closes, unspelled=unspelled)
         if asked.kind == "grammar":

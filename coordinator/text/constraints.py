@@ -78,7 +78,8 @@ def to_grammar(
     `kind` is a field of the oneof `constraint` in protos/inference.proto, and `value` is its value. `whitespace` is a
     regular expression for the text between JSON tokens, or None for no such text. `closes_objects` is as in
     `read_schema`. `unspelled` are the bytes that no token has: regular expressions are restricted to texts without
-    them, and a fixed text that has one is refused. Raises Unenforceable. Whether the grammar compiles is not checked.
+    them, and a fixed text that has one is refused: Unenforceable, as for a schema that cannot be enforced. Whether the
+    grammar compiles is not checked.
     """
     match kind:
         case "json_schema":
@@ -173,13 +174,16 @@ def unspelled_bytes(tokens: Iterable[bytes]) -> frozenset[int]:
 
 
 def unspelled_in(text: str, unspelled: frozenset[int]) -> str:
-    """Return the first character of a text whose UTF-8 has an unspelled byte, as U+XXXX; empty if there is none."""
+    """Return the first character of a text whose UTF-8 has one of the bytes `unspelled`, as U+XXXX; "" without such.
+
+    No token of the model has these bytes, so that the model cannot write the character.
+    """
     spelled = ((char, char.encode(errors="surrogatepass")) for char in text)
     return next((f"U+{ord(char):04X}" for char, in_bytes in spelled if not unspelled.isdisjoint(in_bytes)), "")
 
 
 def class_of(unspelled: frozenset[int]) -> str:
-    """Return the characters whose first UTF-8 byte is unspelled, as ranges for a regular expression's [...]."""
+    """Return the characters whose first UTF-8 byte is in `unspelled`, as ranges for a regular expression's [...]."""
     ranges = (_beginning_with(byte) for byte in sorted(unspelled) if byte < 0x80 or byte >= 0xC2)
     return "".join(rf"\u{{{first:x}}}-\u{{{last:x}}}" for first, last in ranges)
 

@@ -302,7 +302,10 @@ def _shown_in(messages: Sequence[dict[str, Any]], text: str, render: Callable[[l
 
 
 def read_kwargs(text: str) -> dict[str, Any]:
-    """Parse the template variables of a JSON object; an empty text has none. Raises BadField."""
+    """Parse the template variables of a JSON object; an empty text has none.
+
+    Raises BadField for any other text, and for a variable that is a field of the request itself.
+    """
     kwargs: dict[str, Any] = _read("template_kwargs_json", text, dict)
     for name in RESERVED:
         if name in kwargs:

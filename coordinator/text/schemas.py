@@ -336,7 +336,7 @@ def _leaves_others(patterns: Collection[str], names: Sequence[str]) -> bool:
 
 
 def _finds(pattern: str, names: Iterable[str]) -> bool | None:
-    """Return whether a pattern matches one of these names; None when only the library can tell."""
+    """Return whether a pattern matches one of these names; None when only the library can decide."""
     if _UNLIKE.search(pattern):
         return None
     try:

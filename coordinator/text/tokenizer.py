@@ -93,7 +93,7 @@ class Tokenizer:
         return len(_added_tokens(self._tokenizer)[1])
 
     async def encode(self, text: str, limit: TokenLimit, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, with the special tokens that the tokenizer adds, unless told otherwise.
+        """Return the token ids of a text, with the special tokens that the tokenizer usually adds.
 
         Raises the limit's error as soon as the text certainly exceeds it. The result may exceed the limit nevertheless:
         the caller must check its length.
@@ -107,9 +107,10 @@ class Tokenizer:
     async def encode_chat(
         self, messages: Messages, limit: TokenLimit, options: RenderOptions = USUAL, asker: str = ""
     ) -> list[int]:
-        """Return the token ids of a conversation. Conversations of the same `asker` wait for each other.
+        """Return the token ids of a conversation.
 
-        Raises RequestError when the model has no chat template or the template refuses the input, and as `encode` does.
+        Conversations of the same `asker`, the name of an API key, wait for each other. Raises RequestError when the
+        model has no chat template or the template refuses the input, and as `encode` does.
         """
         if self._chat_template is None:
             raise RequestError(BAD_PARAM, "the model has no chat template: send text or token ids", field="chat")

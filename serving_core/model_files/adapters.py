@@ -80,7 +80,10 @@ def read_adapters(given: Sequence[str], config: ModelConfig) -> list[StoredAdapt
 
 
 def adapter_facts(adapters: Iterable[StoredAdapter]) -> dict[str, str]:
-    """Return what adapters add to a node's fingerprint: the content digest of each. Raises ModelError."""
+    """Return what adapters add to a node's fingerprint: the content digest of each.
+
+    Raises ModelError when a file cannot be read.
+    """
     return {adapter_key(adapter.name): adapter.digest() for adapter in adapters}
 
 

@@ -196,7 +196,7 @@ def _described(entries: list[Any], path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _pooling(folder: Path, modules: list[tuple[str, str]]) -> str | None:
-    """Return how the hidden states of a text are pooled; None if no module tells."""
+    """Return how the hidden states of a text are pooled; None if no module says so."""
     found = None
     for kind, place in modules:
         if kind not in ("Transformer", "Pooling", "Normalize"):

@@ -1,4 +1,4 @@
-"""Define the gRPC options of every channel and server. The comments tell what each option prevents."""
+"""Define the gRPC options of every channel and server. The comments say what each option prevents."""
 
 from typing import Final
 

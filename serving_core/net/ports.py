@@ -104,7 +104,8 @@ def listening_sockets(host: str, port: int, *, shares_port: bool, backlog: int) 
     """Return sockets that listen on every address of the host, all at one port; port 0 takes a free one.
 
     `backlog` is the number of connections that may wait to be accepted. With `shares_port`, other processes of this
-    user may share the port if they set it too. Raises SettingsError.
+    user may share the port if they set it too. Raises SettingsError when the port is in use, or the host no address
+    of this machine.
     """
     found: list[socket.socket] = []
     for family, (address, *others) in _addresses(Port("", host, port)):

@@ -43,7 +43,7 @@ class BlockLease:
         return self._block_ids
 
     def grow(self, num_blocks: int) -> None:
-        """Append `num_blocks` free blocks to the table, all or none. Raises OutOfBlocks."""
+        """Append `num_blocks` free blocks to the table, all or none. Raises OutOfBlocks when too few are free."""
         assert not self._released, "a released lease was used"
         self._block_ids.extend(self._allocator._take(num_blocks))
 
@@ -153,7 +153,7 @@ class BlockAllocator:
     # ---- leases ----
 
     def allocate(self, num_blocks: int, names: Sequence[bytes] = (), num_private: int = 0) -> BlockLease:
-        """Lease `num_blocks` blocks, all or none. Raises OutOfBlocks.
+        """Lease `num_blocks` blocks, all or none. Raises OutOfBlocks when too few are free.
 
         Behind `num_private` blocks come those of the leading hashes, as many as exist (the lease's num_cached); they
         keep their KV and may be in other leases too. The other blocks are in no other lease and hold no valid data.

@@ -45,7 +45,7 @@ class Leases:
     ) -> None:
         """Manage the leases of one allocator, whose blocks have this layout.
 
-        `numerics` is the node's (serving_core/node/prefix.py); `is_batch_invariant` tells whether prefill chunks and
+        `numerics` is the node's (serving_core/node/prefix.py); `is_batch_invariant` says whether prefill chunks and
         decode steps give the same bits.
         """
         self._allocator = allocator
@@ -142,7 +142,7 @@ class Leases:
         node_request.num_computed = min(node_request.num_computed, self.num_tokens_held(node_request))
 
     def grow(self, node_request: NodeRequest, num_blocks: int) -> None:
-        """Add `num_blocks` blocks to a request's lease, all or none. Raises OutOfBlocks."""
+        """Add `num_blocks` blocks to a request's lease, all or none. Raises OutOfBlocks when too few are free."""
         assert node_request.lease is not None
         node_request.lease.grow(num_blocks)
 
@@ -277,7 +277,7 @@ class Leases:
     def give_back(self, node_request: NodeRequest) -> None:
         """Release the request's lease, if any; published blocks stay cached. No token counts as computed afterwards.
 
-        KV on KV holders is given back too.
+        KV of the request that other processes (KV holders) keep is given back too.
         """
         if node_request.lease is not None:
             node_request.lease.release()
@@ -334,7 +334,7 @@ class Leases:
     def begin_prefix_fetch(self, node_request: NodeRequest, num_tokens: int) -> PrefixFetch:
         """Lease blocks for the leading full blocks of `num_tokens` tokens: the cached ones, and empty ones for a fetch.
 
-        Raises OutOfBlocks.
+        Raises OutOfBlocks when too few are free.
         """
         names, numerics_ids = self._find(node_request, num_tokens)
         return PrefixFetch(self._allocator.allocate(self._full_blocks(num_tokens), names), names, numerics_ids)

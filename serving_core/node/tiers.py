@@ -59,9 +59,10 @@ class TierIndex:
         return len(in_host), len(on_disk)
 
     def put(self, name: bytes, block_id: int) -> None:
-        """Give the hash of a block that the pool evicts a slot, evicting another hash if necessary.
+        """Give the hash `name` of a block that the pool evicts a slot, evicting another hash if necessary.
 
-        `take_copies` returns the copies that this requires. The hash is dropped if no slot can be made free.
+        `block_id` is where the pool has it; `take_copies` returns the copies that this requires. A hash that has a slot
+        counts as used now. The hash is dropped if no slot can be made free.
         """
         if name in self._slot_of:
             self._by_use[self._place_of(name)].move_to_end(name)

@@ -143,7 +143,8 @@ class AsyncClient:
         Requests share cached prefixes only with requests of the same cache_salt. ttft_ms and tpot_ms are the SLO,
         slo_class is an SLO class of the server; the last chunk's completion has the attainment. Among queued requests,
         a lower priority value is prefilled earlier. With `resume`, a stream whose call breaks off continues within
-        deadline_s, by default timeout_s; without, it raises Unavailable. Raises ClientError.
+        deadline_s, by default timeout_s; without, it raises Unavailable. Raises ClientError when the
+        server refuses the request or does not reply.
         """
         request = generate_request(
             prompt,
@@ -171,11 +172,11 @@ class AsyncClient:
         dimensions: int | None = None,
         normalize: bool | None = None,
     ) -> Embedding:
-        """Return the embedding of a text or of token ids, from an embedding model. Raises ClientError.
+        """Return the embedding of a text or of token ids, from an embedding model.
 
         An input that is too long is refused, or truncated to its first truncate_prompt_tokens tokens (-1: as many as
         fit). dimensions keeps the leading numbers only, for a model trained for it. normalize defaults to the model's
-        own setting.
+        own setting. Raises ClientError when the server refuses the request or does not reply.
         """
         request = embed_request(
             text,
@@ -190,7 +191,10 @@ class AsyncClient:
         return answers.to_embedding(await self._call(self._inference.Embed, request))
 
     async def abort(self, request_ids: str | Sequence[str]) -> Aborted:
-        """Abort live requests by id, also those of other clients; return which were live. Raises ClientError."""
+        """Abort live requests by id, also those of other clients; return which were live.
+
+        Raises ClientError when the server does not reply.
+        """
         return answers.to_aborted(await self._call(self._inference.Abort, abort_request(request_ids)))
 
     async def model_info(self) -> ModelInfo:
@@ -205,9 +209,10 @@ class AsyncClient:
         return answers.to_loads(await self._call(self._inference.GetLoads, inference_pb2.GetLoadsRequest()))
 
     async def overview(self, *, after: int | None = None) -> Overview:
-        """Return the server's state. With `after`, the state has request histories. Raises ClientError.
+        """Return the server's state. With `after`, the state has request histories.
 
-        These are the live requests, and the ended ones whose number is above `after`.
+        These are the live requests, and the ended ones whose number is above `after`. Raises ClientError when the
+        server does not reply.
         """
         return to_overview(await self._call(self._admin.GetOverview, inference_pb2.GetOverviewRequest(after=after)))
 
@@ -226,9 +231,10 @@ class AsyncClient:
         return _serving(await self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service)))
 
     def drain(self, node: str, *, deadline_s: float | None = None) -> AsyncGenerator[int]:
-        """Drain a node, and yield the number of requests left on it at each change, down to 0. Raises ClientError.
+        """Drain a node, and yield the number of requests left on it at each change, down to 0.
 
-        The node continues to drain when the loop is left, or after `deadline_s` seconds.
+        Raises ClientError when the server refuses or does not reply. The node continues to drain when the loop is left,
+        or after `deadline_s` seconds.
         """
         return self._stream(self._admin.Drain, inference_pb2.DrainRequest(node=node), _num_left, deadline_s)
 

@@ -2,7 +2,7 @@
 
 SplitServeError
 └── ClientError              code, reason, message, field, retry_after_s, metadata
-    ├── Refused              the request cannot be served as asked: change it
+    ├── Refused              the request cannot be served as it is: change it
     ├── Unauthenticated      the API key is missing or wrong
     ├── Overloaded           a queue is full, or an SLO could not be met: try again later
     ├── Unavailable          no server, no node, draining, or a node was lost: try again later
@@ -54,7 +54,7 @@ class ClientError(SplitServeError):
 
 
 class Refused(ClientError):
-    """The request cannot be served as asked; the same request will fail again."""
+    """The request cannot be served as it is; the same request will fail again."""
 
 
 class Unauthenticated(ClientError):

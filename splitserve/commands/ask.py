@@ -224,7 +224,10 @@ class Asking:
 
 
 def _stdin_text() -> str:
-    """Return the text on stdin without its last newline, as a shell would pass it. Raises UsageError."""
+    """Return the text on stdin without its last newline, as a shell would pass it.
+
+    Raises UsageError when it is empty, too long or no UTF-8.
+    """
     data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
     if len(data) > MAX_STDIN_BYTES:
         raise click.UsageError(f"stdin has more than {size_of(MAX_STDIN_BYTES)}, the most that a prompt may have")

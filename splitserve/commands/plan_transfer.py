@@ -214,7 +214,7 @@ def plan_transfer_command(
 def layout_of(model: str, block_size: int, kv_cache_dtype: str) -> KVLayout:
     """Return the KV cache layout of a model, whose folder is found or downloaded; the dtype auto is the model's own.
 
-    Raises ModelError.
+    Raises ModelError when the model is not found or its config.json cannot be used.
     """
     config = read_model_config(resolve(model, report).folder)
     return config.kv_layout(block_size, config.dtype if kv_cache_dtype == "auto" else kv_cache_dtype)

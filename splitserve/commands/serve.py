@@ -30,7 +30,8 @@ DEMO_MAX_TOKENS = 96
 def serve(values: Any) -> None:
     """Run the cluster until a signal; `values` is an instance of up_settings_class().
 
-    Exits with code 130 after SIGINT. Raises SettingsError, ModelError or LaunchError.
+    Exits with code 130 after SIGINT. Raises SettingsError for settings that do not go together, ModelError when
+    the model cannot be used, and LaunchError when a process does not start.
     """
     given = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
     settings: ClusterSettings = build(ClusterSettings, given)

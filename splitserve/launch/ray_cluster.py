@@ -144,7 +144,7 @@ class RaySupervisor(Supervisor):
         self._deaths.put_nowait(death)
 
     async def _start_ranks(self, process: Process, actors: list[Any]) -> Death | None:
-        """Start the ranks. Returns a death when one refuses to start. Raises TimeoutError or RayError."""
+        """Start the ranks. Returns a death when one refuses to start. Raises TimeoutError, or RayError of an actor."""
         values = in_full(process.settings) | {"model": self._model}
         async with asyncio.timeout(self._timeout_s):
             # Asks all actors, so that each has finished its earlier calls.

@@ -87,7 +87,10 @@ class RankActor:
         return [death.returncode, death.refusal, death.failure]
 
     def _process(self, name: str, role: str, values: Mapping[str, Any], environment: Mapping[str, str]) -> Process:
-        """Return the process on this host: with its model, its Python and its address. Raises SplitServeError."""
+        """Return the process on this host: with its model, its Python and its address.
+
+        Raises SplitServeError when the model or the settings cannot be used here.
+        """
         room = next(room for room in ROOMS if room.role == role)
         model = resolve(values["model"], self._said.append)
         kv_bind = endpoint_of(values["kv_transport"], "", 0).replace(LOOPBACK, self._address)

@@ -3,10 +3,10 @@
 One more request wants something of a node: to prefill the prompt, to decode the sequence, or both. Its requests with an
 SLO are known, and so are the costs of its steps, which the node itself has measured. Then
 
-    sequences are late whose last token is: all sequences of a decode node go on together, each step takes what it takes
-              with those that have begun and not ended, and a sequence whose prompt is to be prefilled begins when that
-              is expected; one that arrives by KV transfer must also make up for the longest chunk that it may have to
-              wait for
+    sequences are late whose last token is: all sequences of a decode node advance together, each step takes what it
+              takes with those that have begun and not ended, and a sequence whose prompt is to be prefilled begins when
+              that is expected; one that arrives by KV transfer must also make up for the longest chunk that it may have
+              to wait for
     prompts   are late as far as the node could not prefill them in time one after the other, the most that it can
 
 Where a node has no running slot, or no room in its pool, the sequence waits until enough of those with an SLO have
