@@ -20,8 +20,8 @@ STRETCH: Final = 1.3  # times the tightest TPOT that a full step may take: some 
 def slots_in_time(running: Sequence[NodeRequest], costs: StepCosts) -> float:
     """Return how many sequences a step may hold before it takes STRETCH times the tightest TPOT of `running`.
 
-    The contexts are assumed as long as the mean of `running`. At least 1; inf without limits. A limit that one sequence
-    alone would miss is ignored.
+    `costs` predicts the time. The contexts are assumed as long as the mean of `running`. At least 1; inf without
+    limits. A limit that one sequence alone would miss is ignored.
     """
     tpots_s = [each.due.tpot_s for each in running if each.due is not None and each.due.tpot_s < math.inf]
     if not tpots_s:

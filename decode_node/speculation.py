@@ -73,7 +73,8 @@ class Lookup:
     def find(self, token_ids: Sequence[int]) -> tuple[int, int]:
         """Return the position whose tokens best match the end of an indexed text, and how many tokens match.
 
-        The position is that of the last matching token; (-1, 0) without a match of SHORTEST tokens.
+        `token_ids` is the whole text. The position is that of the last matching token; (-1, 0) without a match of
+        SHORTEST tokens.
         """
         found, longest = NOWHERE, SHORTEST - 1
         for place, length in self.places(token_ids):
@@ -86,7 +87,8 @@ class Lookup:
     def places(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield positions of last tokens that may match the end of an indexed text, latest first.
 
-        Each comes with the number of matching tokens, perhaps 0; at most MOST_TRIED positions.
+        `token_ids` is the whole text. Each position comes with the number of matching tokens, perhaps 0; at most
+        MOST_TRIED positions.
         """
         end = len(token_ids) - 1
         place = self._before[end] if end >= 0 else NOWHERE
@@ -98,7 +100,7 @@ class Lookup:
 
 
 def following(token_ids: Sequence[int], place: int, num_tokens: int) -> list[int]:
-    """Return `num_tokens` tokens that continue the text as it continued behind position `place`.
+    """Return `num_tokens` tokens that continue the text `token_ids` as it continued behind position `place`.
 
     At the end of the text they continue with themselves.
     """
@@ -156,7 +158,10 @@ class DraftCosts:
             size.shares.append(max(0.0, step_s / plain_s - 1) / num_draft_tokens)
 
     def drafted(self, num_sequences: int, num_draft_tokens: int, draft_s: float) -> None:
-        """Record that a draft model took `draft_s` seconds to write `num_draft_tokens` draft tokens for a step."""
+        """Record that a draft model took `draft_s` seconds to write `num_draft_tokens` draft tokens.
+
+        They were for a step of num_sequences sequences.
+        """
         size = self._sizes[num_sequences.bit_length()]
         if size.plain_s:
             size.draft_shares.append(draft_s / statistics.median(size.plain_s) / num_draft_tokens)
@@ -182,7 +187,8 @@ class DraftCosts:
     def least_probability_of_drafts(self, num_sequences: int, step_s: float) -> float:
         """Return the acceptance probability from which a token that a draft model has yet to write is worth its time.
 
-        `step_s` is the draft model's seconds for one token, used before a measurement. inf as in `least_probability`.
+        It holds for a step of num_sequences sequences. `step_s` is the draft model's seconds for one token, used before
+        a measurement. inf before LEAST_STEPS steps are measured.
         """
         size, wider = self._sizes[num_sequences.bit_length()], self.least_probability(num_sequences)
         if wider == math.inf:
@@ -369,7 +375,7 @@ class Drafts:
         self._running = []
 
     def may_draft(self, num_sequences: int) -> bool:
-        """Return whether draft tokens were written for the next step."""
+        """Return whether draft tokens were written for the next step, whatever its number of sequences."""
         return any(text is not None and text.written for text in self._texts.values())
 
     def draft_tokens(self, node_request: NodeRequest, most: int) -> list[int]:
@@ -388,7 +394,11 @@ class Drafts:
             text.record.add(num_draft_tokens, num_accepted)
 
     def record_step(self, num_sequences: int, num_draft_tokens: int, num_accepted: int, step_s: float) -> None:
-        """Record a finished decode step of `step_s` seconds: what it earned, or gained and lost by its draft tokens."""
+        """Record a finished decode step of num_sequences sequences and `step_s` seconds.
+
+        Without draft tokens the budget earns a share of the time; else it gains or loses the time that num_accepted
+        accepted draft tokens saved or that the step took longer.
+        """
         if num_draft_tokens:
             plain_s = self._costs.plain_s(num_sequences) or step_s
             self._budget.add(plain_s - step_s + num_accepted * plain_s / num_sequences)
@@ -485,7 +495,10 @@ class Source(Protocol):
         """Return whether a step of `num_sequences` sequences may have draft tokens. Call before `draft_tokens`."""
 
     def may_draft_next(self, num_sequences: int) -> bool:
-        """Return whether the step behind a running one may have draft tokens, as far as known while that one runs."""
+        """Return whether the step behind a running one of num_sequences sequences may have draft tokens.
+
+        As far as known while that one runs.
+        """
 
     def draft_tokens(self, node_request: NodeRequest, most: int) -> list[int]:
         """Return at most `most` draft tokens of one sequence that are worth their time."""
@@ -494,7 +507,10 @@ class Source(Protocol):
         """Record that the first `num_accepted` of a sequence's `num_draft_tokens` draft tokens were accepted."""
 
     def record_step(self, num_sequences: int, num_draft_tokens: int, num_accepted: int, step_s: float) -> None:
-        """Record a finished step of `step_s` seconds and `num_sequences` sequences, without prompts."""
+        """Record a finished step of these sequences, without prompts, that took `step_s` seconds.
+
+        num_accepted of its num_draft_tokens draft tokens were accepted.
+        """
 
 
 class _Text:
@@ -532,7 +548,7 @@ class Lookups:
         self._texts[node_request].record.add(num_draft_tokens, num_accepted)
 
     def record_step(self, num_sequences: int, num_draft_tokens: int, num_accepted: int, step_s: float) -> None:
-        """Do nothing: the costs have the measurement."""
+        """Do nothing: the costs have the measurement of every step."""
 
 
 @dataclass(slots=True)

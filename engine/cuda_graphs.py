@@ -207,9 +207,10 @@ def checked_decode(
 ) -> StaticDecode | None:
     """Return a StaticDecode whose logits agree with the decoder's at all sizes, or None on all ranks.
 
-    The reason of None is logged. `capture` makes a graph of a function; `tolerance` is the largest difference, as a
-    share of the largest logit. Call before the pool holds data. Raises RankLost if one of several ranks fails in a
-    common computation, since the others cannot know.
+    The reason of None is logged. Requests own the first num_blocks blocks of the pool, and have up to max_model_len
+    tokens. `capture` makes a graph of a function; `tolerance` is the largest difference, as a share of the largest
+    logit. Call before the pool holds data. Raises RankLost if one of several ranks fails in a common computation, since
+    the others cannot know.
     """
 
     def together(function: Callable[[], None]) -> Callable[[], None]:  # runs on all ranks before the capture
@@ -283,8 +284,9 @@ def cuda_graphs(
     """Return a decode program of CUDA graphs on the pool's device, or None on all ranks, with the reason logged.
 
     It is None if the capture fails, if the logits differ too much, or if any rank's attention backend plans on the
-    host. `exact`: logits must equal the decoder's to the bit; otherwise a tolerance applies. `num_blocks` and
-    `max_model_len` are those of StaticDecode. Raises RankLost as checked_decode does.
+    host. `exact`: logits must equal the decoder's to the bit; otherwise a tolerance applies. Requests own the first
+    num_blocks blocks of the pool, and have up to max_model_len tokens. Raises RankLost if a rank fails in a common
+    computation.
     """
     is_unfit = isinstance(attention, PortableAttention | TiledAttention)
     if any(group.exchange(b"unfit" if is_unfit else b"")):

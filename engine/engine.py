@@ -173,9 +173,10 @@ class Engine:
         return tokens
 
     def follow(self, shares: Sequence[Share], on_layer: OnLayer | None = None) -> None:
-        """Compute this rank's part of the step that rank 0 computes; not for rank 0.
+        """Compute this rank's part of a step that rank 0 computes; not for rank 0.
 
-        `on_layer` is called as in `step`.
+        `shares` are the scheduled tokens of each request. `on_layer` is called with the number of leading layers whose
+        KV is in the pool.
         """
         assert self.group.rank != LEADER, "rank 0 leads"
         with torch.inference_mode(), self.stream.step(on_layer) as layers:
@@ -183,7 +184,7 @@ class Engine:
 
     @torch.inference_mode()
     def likeliest(self, shares: Sequence[Share]) -> list[int]:
-        """Compute the scheduled tokens of each request; return the likeliest next token of each that samples.
+        """Compute the scheduled tokens (`shares`); return the likeliest next token of each request that samples.
 
         The model's raw logits decide. A request that does not sample must want no logits. Requires a single rank.
         """

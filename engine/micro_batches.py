@@ -21,7 +21,7 @@ def num_micro_batches(num_tokens: int, num_stages: int) -> int:
 
 
 def micro_batches(shares: Sequence[Share], num_stages: int, block_size: int) -> list[list[Share]]:
-    """Split the scheduled tokens of a step, in order, into micro-batches of about equal numbers of tokens.
+    """Split the scheduled tokens of a step (`shares`), in order, into micro-batches of about equal numbers of tokens.
 
     A request may be cut, then only at a block boundary (block_size in tokens): tokens of a block that one step computes
     are always computed together, for any number of stages. Of a request that is cut, only the last part samples.

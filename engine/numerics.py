@@ -99,8 +99,8 @@ def make_batch_invariant(
 ) -> tuple[Attention, bool]:
     """Make a loaded decoder batch-invariant; return the fastest attention that passes the trial, and True.
 
-    `num_heads` is this rank's query heads. If no attention passes, logs the differences of each and returns the last
-    one tried, and False. Call on all ranks, before the pool holds data.
+    `num_heads` is this rank's query heads; the trial uses at most max_model_len tokens. If no attention passes, logs
+    the differences of each and returns the last one tried, and False. Call on all ranks, before the pool holds data.
     """
     pool = attention.pool
     model.make_batch_invariant(pool.compute_dtype, pool.device)
@@ -121,8 +121,9 @@ def differing_histories(decoder: LlamaDecoder, attention: Attention, vocab_size:
     """Try a prompt in chunks and steps, and beside others; return the names of those in which its bits differ.
 
     The bits are those of its keys, values and logits, compared with the prompt computed alone and at once; an empty
-    list means batch-invariant here. Tries the model alone and each adapter. Call on all ranks, each with its own keys
-    and values, before the pool holds data; the pool is empty again afterwards.
+    list means batch-invariant here. Tries the decoder alone and each adapter, with token ids below vocab_size and at
+    most max_model_len tokens. Call on all ranks, each with its own keys and values, before the pool holds data; the
+    pool is empty again afterwards.
     """
     layout, num_blocks = attention.pool.layout, attention.pool.num_blocks
     most_tokens = min(max_model_len, -(-num_blocks // 2) * layout.block_size)

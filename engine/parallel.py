@@ -68,7 +68,7 @@ class RankGroup(Protocol):
         """
 
     def gather_columns(self, local: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
-        """Return the ranks' tensors [rows, widths[rank]] side by side on rank 0; None on the others."""
+        """Return the ranks' `local` tensors [rows, widths[rank]] side by side on rank 0; None on the others."""
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Send `data` to every rank; return the bytes of each rank, in rank order.
@@ -81,7 +81,7 @@ class RankGroup(Protocol):
 
 
 def needs_peers(call: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that talks to other ranks, so that it raises RankLost where torch raises RuntimeError.
+    """Decorate `call`, which talks to other ranks, so that it raises RankLost where torch raises RuntimeError.
 
     torch.OutOfMemoryError stays as it is: it is an error of this rank.
     """

@@ -115,7 +115,7 @@ MOST_FAILED_STEPS: Final = 4  # in a row; after these the engine counts as faile
 
 
 def is_fatal(error: Exception) -> bool:
-    """Return whether every later step would fail too: the weights are lost, or the CUDA device failed.
+    """Return whether every step after this error would fail too: the weights are lost, or the CUDA device failed.
 
     Lack of memory is not fatal. After a failure of the device CUDA fails every later call, the first of which may come
     from Triton.

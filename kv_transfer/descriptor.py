@@ -78,7 +78,7 @@ def host_of(endpoint: str) -> str | None:
 
 
 def holder_address_of(kv_transport: str, kv_bind: str) -> tuple[str, int]:
-    """Return the host and the port at which a node serves distributed KV.
+    """Return the host and the port at which a node serves distributed KV, given --kv-transport and --kv-bind.
 
     The port is MAX_TP above the port of `kv_bind`, behind the ports of all possible ranks, or 0 (any free port) if
     `kv_bind` has no port. Raises SettingsError as `endpoint_of` does, and if the port is above MAX_PORT.

@@ -80,15 +80,16 @@ def plan_copies(sources: Sequence[Holding], destinations: Sequence[Holding]) -> 
 
 @lru_cache(maxsize=MAX_KNOWN_PLANS)
 def plan_nodes(prefill: Grid, decode: Grid, num_kv_heads: int, layers: range) -> tuple[KVCopy, ...]:
-    """Return the copies from a prefill node to a decode node, given the grids of their ranks; both hold `layers`.
+    """Return the copies from a prefill node to a decode node, given the grids of their ranks.
 
-    A plan is worked out once for each pair of grids, not for each transfer. Raises TransferError as `holdings` does.
+    Both hold num_kv_heads heads in `layers`. A plan is worked out once for each pair of grids, not for each transfer.
+    Raises TransferError as `holdings` does.
     """
     return tuple(plan_copies(*(holdings(grid, num_kv_heads, layers) for grid in (prefill, decode))))
 
 
 def holdings(grid: Grid, num_kv_heads: int, layers: range) -> list[Holding]:
-    """Return the layers and KV heads that each rank of a node holds, in rank order.
+    """Return which of `layers` and of num_kv_heads heads each rank of the grid holds, in rank order.
 
     Raises TransferError for sizes below 1 and for more stages than layers.
     """
@@ -100,10 +101,11 @@ def holdings(grid: Grid, num_kv_heads: int, layers: range) -> list[Holding]:
 
 
 def describe(prefill: Grid, decode: Grid, num_kv_heads: int, layers: range = ANY_LAYER) -> list[str]:
-    """Return the plan of plan_nodes in words, one line for each fact.
+    """Return in words what a prefill node's ranks send to a decode node's, one line for each fact.
 
-    The lines say what every rank holds, what every channel sends with its share of the bytes, and how many bytes are
-    sent in total. Raises TransferError as `holdings` does.
+    `prefill` and `decode` are the grids of ranks, which hold num_kv_heads heads in `layers`. The lines say what every
+    rank holds, what every channel sends with its share of the bytes, and how many bytes are sent in total. Raises
+    TransferError as `holdings` does.
     """
     sources, destinations = (holdings(grid, num_kv_heads, layers) for grid in (prefill, decode))
     copies = plan_copies(sources, destinations)

@@ -184,7 +184,7 @@ class EndedChannels:
             self._sessions.popitem(last=False)
 
     def get(self, transfer_id: bytes, now: float) -> ReceiverSession | None:
-        """Return the kept session of the channel with this id; None if there is none. Drops expired sessions."""
+        """Return the kept session with this transfer_id; None if there is none. Drops expired sessions."""
         while self._sessions and next(iter(self._sessions.values()))[0] <= now:
             self._sessions.popitem(last=False)
         _, session = self._sessions.get(transfer_id, (now, None))
@@ -279,7 +279,7 @@ class KVReceiver:
         await self.transport.close()
 
     def reply(self, peer: Hashable, message: Committed | Missing | Refused) -> None:
-        """Send a channel's reply to `peer`, and count refusals; without a peer nothing is sent."""
+        """Send a channel's message to `peer`, and count refusals; without a peer nothing is sent."""
         if isinstance(message, Refused):
             self.num_refused += 1
         if peer is not None:

@@ -84,18 +84,19 @@ class SendingChannel:
         return self._has_ended and not self._held
 
     def blocks_ready(self, block_ids: Sequence[int], layers: range) -> None:
-        """Send leading blocks, which are final in these layers of the model.
+        """Send these leading blocks of the request, which are final in these layers of the model.
 
-        As SendingTransfer.blocks_ready, but the caller must not change `block_ids` afterwards.
+        The list may grow only once its earlier blocks are final in all layers. The caller must not change it
+        afterwards.
         """
         self._block_ids = block_ids
         ours = self._channel.layout.layers
         self.handle(BlocksReady(len(block_ids), len(range(ours.start, min(ours.stop, layers.stop)))))
 
     def finish(self, block_ids: Sequence[int], tail: bytes) -> None:
-        """Send the rest of these blocks, all of which are final, then the tail.
+        """Send the rest of these blocks, which are all of the request's and all final, then `tail` and the commit.
 
-        As SendingTransfer.finish, but the caller must not change `block_ids` afterwards.
+        The caller must not change `block_ids` afterwards.
         """
         self._block_ids = block_ids
         self.handle(AllReady(len(block_ids), tail))
@@ -185,7 +186,7 @@ class NoChannel:
         self._alarm.set(self._expires_at)
 
     def blocks_ready(self, block_ids: Sequence[int], layers: range) -> None:
-        """Tell the owner, at the first call, that all ready blocks are sent."""
+        """Tell the owner, at the first call, that all ready blocks are sent; the arguments do not matter."""
         if not self._has_begun:
             self._has_begun = True
             self._owner.channel_caught_up()
@@ -270,9 +271,9 @@ class KVSender:
     def start(self, descriptor: bytes, on_done: OnSent, on_caught_up: OnCaughtUp | None = None) -> "SendingTransfer":
         """Begin this rank's part of the transfer that `descriptor`, encoded, describes; return the transfer.
 
-        Dials the receivers of all channels that begin here. The callbacks are those of SendingTransfer. Raises
-        TransferError if the descriptor is invalid, does not fit this rank, or if it or its epoch is in use, or MAX_OPEN
-        transfers are open.
+        Dials the receivers of all channels that begin here. on_done and on_caught_up are called as SendingTransfer
+        says. Raises TransferError if the descriptor is invalid, does not fit this rank, or if it or its epoch is in
+        use, or MAX_OPEN transfers are open.
         """
         if self._is_closed or len(self._open) >= MAX_OPEN:
             raise TransferError(f"no further transfer can be started: {len(self._open)} of {MAX_OPEN} are open")
@@ -400,7 +401,7 @@ class SendingTransfer:
         self._sender.num_bytes += num_bytes
 
     def channel_caught_up(self) -> None:
-        """Call on_caught_up, from the loop, once all channels have sent every ready block."""
+        """Count a channel that has sent every ready block; after the last one, call on_caught_up from the loop."""
         self._num_behind -= 1
         if self._num_behind == 0 and self._on_caught_up is not None:
             asyncio.get_running_loop().call_soon(self._on_caught_up)
@@ -413,7 +414,7 @@ class SendingTransfer:
         self.channel_released()
 
     def channel_released(self) -> None:
-        """Call on_done with the combined result, from the loop, once all channels are over."""
+        """Call on_done with the combined result, from the loop, if all channels are over; once."""
         if not self._has_concluded and all(channel.is_over for channel in self._parts):
             self._has_concluded = True
             asyncio.get_running_loop().call_soon(self._on_done, combined(self._results))

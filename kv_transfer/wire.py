@@ -73,25 +73,28 @@ def unpack_checked(packed: bytes | memoryview, max_bytes: int) -> list[Any]:
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:
-    """Raise TransferError unless `value` is an int (not a bool) from `low` to `high`, both included."""
+    """Raise TransferError, which names `name`, unless `value` is an int (no bool) from `low` to `high`.
+
+    Both are included.
+    """
     if type(value) is not int or not low <= value <= high:
         raise TransferError(f"{name} must be a whole number from {low} to {high}")
 
 
 def check_seconds(name: str, value: object, high: float) -> None:
-    """Raise TransferError unless `value` is a finite float above 0 and at most `high`."""
+    """Raise TransferError, which names `name`, unless `value` is a finite float above 0 and at most `high`."""
     if type(value) is not float or not math.isfinite(value) or not 0 < value <= high:
         raise TransferError(f"{name} must be a number of seconds above 0 and at most {high:g}")
 
 
 def check_bytes(name: str, value: object, low: int, high: int) -> None:
-    """Raise TransferError unless `value` is bytes with a length from `low` to `high`, both included."""
+    """Raise TransferError, which names `name`, unless `value` is bytes of `low` to `high` length, both included."""
     if type(value) is not bytes or not low <= len(value) <= high:
         raise TransferError(f"{name} must be {low} to {high} bytes")
 
 
 def check_text(name: str, value: object, max_bytes: int) -> None:
-    """Raise TransferError unless `value` is printable text of 1 to `max_bytes` bytes in UTF-8."""
+    """Raise TransferError, which names `name`, unless `value` is printable text of 1 to `max_bytes` bytes in UTF-8."""
     if type(value) is not str or not value.isprintable() or not 1 <= len(value.encode()) <= max_bytes:
         raise TransferError(f"{name} must be 1 to {max_bytes} bytes of printable characters")
 

@@ -20,7 +20,7 @@ def _is_short(share: Share, min_tokens: int) -> bool:
 
 
 def final_blocks(share: Share, layout: KVLayout) -> Sequence[int]:
-    """Return the leading blocks of a request that no later step writes to, given its scheduled tokens.
+    """Return the leading blocks of a request that no later step writes to, given its scheduled tokens (`share`).
 
     These are the full blocks, and after the last chunk also the last block. A fixed state comes first and is final
     after the last chunk, so that no block is final before.

@@ -277,8 +277,9 @@ class PromptOrder:
     def of(self, prompts: list[NodeRequest], now: float, pace: Callable[[], StepPace]) -> list[NodeRequest]:
         """Return these prompts, given oldest first, in the order in which they are to be computed.
 
-        Leaves out prompts that must be refused, because they cannot be in time: call `take_hopeless` afterwards. `pace`
-        is called only if a prompt has a deadline.
+        First those that can meet their deadline, then the others by priority and age; the oldest of the others comes
+        first of all once it has earned that. Prompts that must be refused, because they cannot be in time, are left
+        out: call `take_hopeless` afterwards. `pace` is called only if a prompt has a deadline.
         """
         first = self._timely(prompts, now, pace)
         chosen = {*first, *self._hopeless}

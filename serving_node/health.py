@@ -91,7 +91,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 @contextlib.asynccontextmanager
 async def health_port(settings: _Settings, states: States) -> AsyncIterator[int]:
-    """Serve gRPC health checks while the context is open; its value is the port.
+    """Serve gRPC health checks of these states while the context is open; its value is the port.
 
     The value is -1, and nothing is served, if the setting `health_port` is negative, or if this is not the machine's
     first rank. Raises SettingsError if it cannot listen on the port.

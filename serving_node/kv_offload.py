@@ -149,8 +149,9 @@ class KVOffload(KVSource):
     ) -> bool:
         """Begin to read back blocks of these tokens for another node; return whether any are read.
 
-        The other node has the first `num_known` blocks. At most as many blocks are read as leave `num_spare` blocks
-        free, and only where that pays. `on_end` is called when the blocks are in the pool or will not come.
+        `names` computes their block hashes. The other node has the first `num_known` blocks. At most as many blocks are
+        read as leave `num_spare` blocks free, and only where that pays. `on_end` is called when the blocks are in the
+        pool or will not come.
         """
         if len(self._loads) >= MAX_FETCHED:
             return False
@@ -199,7 +200,7 @@ class KVOffload(KVSource):
         self._index.lose(slots)
 
     def cancel(self, node_request: NodeRequest) -> None:
-        """Cancel the loads for which this request waits."""
+        """Cancel the loads for which this request waits, and free their blocks."""
         for load_id, load in list(self._loads.items()):
             if load.node_request is node_request:
                 self._decisions.add(CancelLoad(load_id))

@@ -225,7 +225,7 @@ class PeerServe(KVSource):
         return {epoch: lease for epoch, (_, lease) in self._under_way.items()}
 
     def send_prefix(self, send_prefix: fleet_pb2.SendPrefix, num_spare: int, now: float) -> None:
-        """Begin to send cached blocks by the descriptor of the fetching node, or report why not.
+        """Begin to send cached blocks as this command says, by the descriptor of the fetching node, or report why not.
 
         Blocks in KV offload are read back first, which leaves `num_spare` blocks free. Does nothing for an epoch that
         is being served.

@@ -552,7 +552,10 @@ class NodeScheduler:
     # ---- KV outside the pool, for a node with KV offload or distributed KV ----
 
     def loaded(self, load_id: int, num_good: int, now: float) -> None:
-        """Record the end of a `Load`: its leading `num_good` blocks are loaded on every rank."""
+        """Record the end of a `Load`: its leading `num_good` blocks are loaded on every rank.
+
+        They enter the prefix cache, and the prompt that waits for them may start. Requires KV offload.
+        """
         assert self.kv_offload is not None
         self.kv_offload.loaded(load_id, num_good, now)
         self._admit()
@@ -580,7 +583,7 @@ class NodeScheduler:
         return block_ids
 
     def release_remote_kv(self, number: int) -> None:
-        """Free the blocks that this connection of another node has."""
+        """Free the blocks that connection `number` of another node has. Requires distributed KV."""
         assert self.distributed_kv is not None
         self.distributed_kv.held_kv.release(number)
         self._admit()

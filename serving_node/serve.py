@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 async def serve_node(settings: NodeSettings, role: str, name: str) -> None:
     """Build the engine of one rank and serve until SIGTERM; rank 0 attaches to the coordinator, others follow rank 0.
 
-    Raises SettingsError or ModelError if the node cannot start, RankLost if a rank is lost before the start.
+    `role` is that of the node at first, `name` its name in the fleet. Raises SettingsError or ModelError if the node
+    cannot start, RankLost if a rank is lost before the start.
     """
     flags = settings.engine
     if flags.cpus:  # this process is pinned to them

@@ -172,7 +172,8 @@ class NodeSettings:
     def resolved(self, role: str, device: str) -> "NodeSettings":
         """Return a copy of the settings in which max_num_batched_tokens and max_num_seqs are set.
 
-        `device` is `cpu` or `cuda`, on which the defaults depend. Raises SettingsError for settings that conflict.
+        `device` is `cpu` or `cuda`, on which the defaults depend. Raises SettingsError for settings that conflict, for
+        a node that begins in this role.
         """
         self.check()
         num_tokens = self.max_num_batched_tokens or STEP_TOKENS[device]

@@ -226,7 +226,7 @@ def draft_model_of(drafter: Drafter | None) -> DraftModel | None:
 
 
 async def propose(drafter: Drafter, drafts: Drafts, stepper: Stepper[Any, Any]) -> None:
-    """Compute the draft tokens of the next step in the engine's thread, and record them in `drafts`.
+    """Compute the draft tokens of the next step in the stepper's thread, and record them in `drafts`.
 
     A draft model that fails is not used again; sequences continue without draft tokens.
     """

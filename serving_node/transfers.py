@@ -106,7 +106,7 @@ class Endings:
         self.decisions = decisions
 
     def fail(self, node_request: NodeRequest, reason: str, message: str) -> None:
-        """End a request as failed, with a reason of serving_core.reasons, unless it is already ending.
+        """End a request as failed, with a reason of serving_core.reasons and a message, unless it is already ending.
 
         Cancels its transfer. The failure is reported once no step and no transfer uses the request's blocks.
         """

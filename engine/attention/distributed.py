@@ -81,10 +81,10 @@ class RemoteKV(Protocol):
         """Wait for the partials, float32 [num_tiles, partial_floats], of the row that `send_query` sent."""
 
     def carry(self, layer: int, queries: memoryview, partials: memoryview) -> memoryview:
-        """Send rows to the KV holder; return their partials [rows, partial_floats] over all keys up to its last one.
+        """Send query rows to the KV holder; return their partials [rows, partial_floats] over all keys up to its last.
 
-        `partials` are those of the same rows over all keys before this remote KV; empty if there are none. Any thread
-        may call this, one at a time.
+        `queries` are the rows' bytes. `partials` are those of the same rows over all keys before this remote KV; empty
+        if there are none. Any thread may call this, one at a time.
         """
 
 

@@ -142,9 +142,9 @@ class PortableAttention:
     def attend(
         self, query: torch.Tensor, layer: int, plan: list[_Gathering], scoring: Scoring | None = None
     ) -> torch.Tensor:
-        """Attend with the groups of the plan; `scoring` replaces the usual scores.
+        """Return the attention output of one layer for the query rows, by the groups of the plan.
 
-        In a layer without V, keys serve as values.
+        `scoring` replaces the usual scores. In a layer without V, keys serve as values.
         """
         attention = self._attention if scoring is None else scoring.attend
         width = self.pool.layout.cache_shapes(layer)[1].width

@@ -101,7 +101,9 @@ def attend(  # type: ignore[no-untyped-def]
 
     The grid is (index among SPLITS programs or among the chunks of rows, request, key head). A program that has all
     keys writes to `attended`. Programs that share keys write to `parts` [tokens, heads, SPLITS, HEAD_DIM] and the
-    logarithms of their sums to `part_sizes`, which `merge` combines. A slot's scales count for quantized pools alone.
+    logarithms of their sums to `part_sizes`, which `merge` combines. query_starts, kv_lengths and block_tables are
+    those of ForwardBatch; strides are in elements. HAS_SCALES: keys and values are quantized, with scales. HAS_CAP:
+    scores are capped at softcap. HAS_WINDOW: only the last `window` keys are seen.
     """
     request, key_head = tl.program_id(1), tl.program_id(2)
     first_row = tl.load(query_starts + request)
@@ -198,9 +200,9 @@ def merge(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr,
     LOWEST: tl.constexpr,
 ) -> None:
-    """Combine what programs of `attend` wrote to `parts` for one row, and write the sum to `attended`.
+    """Combine what programs of `attend` wrote to `parts` and `part_sizes` for one row, and write it to `attended`.
 
-    A row whose keys were not shared is complete already, and stays as it is.
+    A row whose keys were not shared is complete already, and stays as it is. The arguments are those of `attend`.
     """
     row, request, key_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row = tl.load(query_starts + request)
@@ -375,8 +377,8 @@ def padded(head_dim: int) -> int:
 def stages_by_rows(head_dim: int, itemsize: int, stored_itemsize: int, memory_bytes: int) -> dict[int, int]:
     """Return how many pipeline stages a program of `attend` gets, by its number of rows.
 
-    The device has `memory_bytes` of shared memory per program. `itemsize` and `stored_itemsize` are the bytes of a
-    query's and of the pool's numbers. At least ONE_STAGE, even if that is too much.
+    The device has `memory_bytes` of shared memory per program. head_dim is the width of a head, `itemsize` and
+    `stored_itemsize` the bytes of a query's and of the pool's numbers. At least ONE_STAGE, even if that is too much.
     """
     stages = {}
     for rows, deep_bytes in DEEP_BYTES.items():
@@ -398,9 +400,9 @@ def most_rows(at_most: int, stages: Mapping[int, int]) -> int:
 def shared_bytes(rows: int, stages: int, head_dim: int, itemsize: int, stored_itemsize: int) -> int:
     """Return the most bytes of shared memory that a program takes for its queries, weights and prefetched tiles.
 
-    `itemsize` and `stored_itemsize` are the bytes of a query's and of the pool's numbers. stages - 1 tiles are
-    prefetched; with any prefetch, at least one of keys and one of values. Devices of compute capability 9.0, which have
-    enough memory, use some more.
+    It computes `rows` rows of width head_dim; `itemsize` and `stored_itemsize` are the bytes of a query's and of the
+    pool's numbers. stages - 1 tiles are prefetched; with any prefetch, at least one of keys and one of values. Devices
+    of compute capability 9.0, which have enough memory, use some more.
     """
     dim, num_tiles = padded(head_dim), max(2, stages - 1) if stages > ONE_STAGE else 1
     key_bytes = dim * stored_itemsize + (SCALES_BYTES if stored_itemsize < itemsize else 0)

@@ -204,7 +204,7 @@ def await_stream(device: torch.device) -> None:
 
 
 def check_lengths(key_bytes: int, value_bytes: int, block_ids: Sequence[int], cache_bytes: tuple[int, int]) -> None:
-    """Raise ValueError unless the sizes are those of len(block_ids) blocks of K and of V.
+    """Raise ValueError unless key_bytes and value_bytes are the sizes of len(block_ids) blocks of K and of V.
 
     `cache_bytes` are the bytes of one block of K and of one of V.
     """
@@ -275,13 +275,19 @@ class QuantizedCaches:
         return Touched(slots, caches, len(ids) - int(is_new.sum()), None, order.argsort()[blocks], offsets)
 
     def touch_apart(self, slots: torch.Tensor) -> Touched:
-        """Return what `touch` returns, for slots in one block each, without synchronizing with the device."""
+        """Return what `store` needs to know about slots [T] that lie in one block each; the same for all layers.
+
+        Does not synchronize with the device.
+        """
         offsets, ids = slots % self._block_size, slots // self._block_size
         caches = ids, torch.cat((ids, ids + self._num_blocks))
         return Touched(slots, caches, len(ids), offsets > 0, torch.arange(len(ids), device=ids.device), offsets)
 
     def views(self, stacks: Sequence[Stack]) -> list[ScaledCaches]:
-        """Return K and V of all blocks as views, with the numbers as int8 or float8_e4m3fn, and their scales."""
+        """Return K and V of all blocks of a layer as views: the numbers, int8 or float8_e4m3fn, and their scales.
+
+        `stacks` are the layer's.
+        """
         views: list[ScaledCaches] = []
         for stack in stacks:
             data, scales = _parts(stack.cache_shape, stack.storage)
@@ -290,9 +296,10 @@ class QuantizedCaches:
         return views
 
     def store(self, stacks: Sequence[Stack], touched: Touched, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Quantize the keys and values [T, num_kv_heads, width] of a step's tokens, and write them to their slots.
+        """Quantize the keys and values [T, num_kv_heads, width] of a step's tokens, and write them to a layer's slots.
 
-        `touched` comes from `touch` or `touch_apart`. Earlier tokens of a block are rounded again if its scale grows.
+        `stacks` are the layer's; `touched`, from `touch` or `touch_apart`, has the slots. Earlier tokens of a block are
+        rounded again if its scale grows.
         """
         if len(stacks) == 1:
             self._store(stacks[0], touched, torch.stack((keys, values)))
@@ -402,11 +409,17 @@ class PagedKVPool:
         self._elements = {} if layout.is_quantized else {layer: self._views(layer) for layer in layout.layers}
 
     def keys(self, layer: int) -> torch.Tensor:
-        """Return the key cache [num_blocks, block_size, num_kv_heads, width], a view. Not for a quantized pool."""
+        """Return a view of a layer's key cache, [num_blocks, block_size, num_kv_heads, width].
+
+        Not for a quantized pool.
+        """
         return self._elements[layer][0]
 
     def values(self, layer: int) -> torch.Tensor:
-        """Return the value cache [num_blocks, block_size, num_kv_heads, width], a view. Not for a quantized pool."""
+        """Return a view of a layer's value cache, [num_blocks, block_size, num_kv_heads, width].
+
+        Not for a quantized pool.
+        """
         return self._elements[layer][1]
 
     def scaled_caches(self, layer: int) -> tuple[ScaledCaches, ScaledCaches]:

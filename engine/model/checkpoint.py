@@ -174,7 +174,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 self._mapped_bytes = 0
 
     def spans(self, part: Part) -> Iterator[Span]:
-        """Yield the file range of the wanted rows, with all of their columns."""
+        """Yield the file range of the rows that `part` wants, with all of their columns."""
         file = self._file_of[part.name]
         if file not in self._places:
             self._places[file] = tensor_places(file)
@@ -271,7 +271,7 @@ class GgufCheckpoint(Checkpoint):
                     yield piece.start - rows.held.start, floats
 
     def spans(self, part: Part) -> Iterator[Span]:
-        """Yield the file range of the wanted rows, with all of their columns."""
+        """Yield the file range of the rows that `part` wants, with all of their columns."""
         tensor = self._weights.tensors[part.name]
         rows = whole(1) if len(part.extents) == 1 else part.extents[0]
         stored = Span(self._weights.file_of(part.name), tensor.start, tensor.start + tensor.num_bytes)

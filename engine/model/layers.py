@@ -33,7 +33,7 @@ class Source(NamedTuple):
 
 
 def below_each_other(extents: Iterable[Extent]) -> list[Extent]:
-    """Concatenate dimensions: return, for each, its held run within the one dimension that holds all in order."""
+    """Concatenate dimensions: return, for each extent, its held run within one dimension that holds all in order."""
     parts = list(extents)
     starts = [0, *itertools.accumulate(part.total for part in parts)]
     return [
@@ -141,7 +141,10 @@ class Embedding(Layer):
         return [Source("", (self._vocabulary, whole(self.weight.shape[1])))]
 
     def pack(self, bits: int | None) -> None:
-        """Quantize or pack the weights of a head, and read vectors from the packed form where possible."""
+        """Quantize or pack the weights of a head, and read vectors from the packed form where possible.
+
+        `bits`: None does not quantize; other values quantize to HEAD_BITS. Nothing is done if this is not a head.
+        """
         self._dtype = self.weight.dtype
         if not self._is_head:
             return
@@ -230,8 +233,9 @@ def embedding(
 ) -> Embedding:
     """Build the Embedding of a model, whose vectors are multiplied by `scale`.
 
-    `is_head`: its weights are the head's too; `gives_logits`: this stage computes the logits; `rounds_scale`: the scale
-    is rounded to the weights' dtype first.
+    `vocabulary` has the token ids that this rank holds; `size` is the length of a vector. `is_head`: its weights are
+    the head's too; `gives_logits`: this stage computes the logits; `rounds_scale`: the scale is rounded to the weights'
+    dtype first.
     """
     if scale == 1:
         return Embedding(vocabulary, size, group, is_head, gives_logits)
@@ -255,7 +259,7 @@ class RMSNorm(Layer):
         self._offset = offset
 
     def pack(self, bits: int | None) -> None:
-        """Fold the gain and the offset into the weights."""
+        """Fold the gain and the offset into the weights; `bits` has no effect."""
         if self._offset:
             self.weight.data = self.weight.data.float() + self._offset
         self.weight.data.mul_(self._gain)
@@ -352,7 +356,10 @@ class Linear(Layer):
             self._matrix.round_inputs(bits)
 
     def pack(self, bits: int | None) -> None:
-        """Reorder the outputs, quantize or pack the weights, and free the plain ones."""
+        """Reorder the outputs, quantize or pack the weights, and free the plain ones.
+
+        `bits`: 4 or 8 quantizes them (a head to HEAD_BITS); None does not.
+        """
         if self.rows is not None:
             for parameter in self.parameters():
                 parameter.data = parameter.data[list(self.rows)]

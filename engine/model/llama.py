@@ -91,12 +91,15 @@ class SelfAttention(nn.Module):
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def project(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
-        """Return queries, keys and values, side by side in [T, (H + 2 K) D], of x [T, E]."""
+        """Return queries, keys and values, side by side in [T, (H + 2 K) D], of x [T, E]; `now` has the adapters."""
         projected: torch.Tensor = self.qkv_proj(x, now.deltas)
         return projected
 
     def forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
-        """Store keys and values of x [T, E] in the pool, attend, and return this rank's rows of the summed output."""
+        """Store keys and values of x [T, E] in the pool, attend, and return this rank's rows of the summed output.
+
+        `now` has what the layers of a pass share.
+        """
         heads = self.project(x, now).view(x.shape[0], -1, self._head_dim)  # [T, H + 2 K, D]
         attention, rotation = now.attention, now.rotations[self.rope]
         kv = KVSlots(attention.pool, self.layer, now.batch.slots)
@@ -170,7 +173,10 @@ class DecoderLayer(nn.Module):
         return self._modules[self._feed_forward]  # type: ignore[return-value]
 
     def fed_forward(self, x: torch.Tensor, now: Pass) -> torch.Tensor:
-        """Return the feed-forward's output for x [T, E]: this rank's rows, summed over the ranks."""
+        """Return the feed-forward's output for x [T, E]: this rank's rows, summed over the ranks.
+
+        `now` has what the layers of a pass share.
+        """
         outputs: torch.Tensor = self.feed_forward(x, now.ops, now.residual, now.deltas)
         return outputs
 

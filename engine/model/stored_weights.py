@@ -39,7 +39,7 @@ class GroupedWeight:
 
 
 def join(parts: Sequence[GroupedWeight]) -> GroupedWeight | None:
-    """Stack weights of the same inputs along the outputs; return None if their groups of inputs differ."""
+    """Stack weights of the same inputs (`parts`) along the outputs; return None if their groups of inputs differ."""
     first = parts[0]
     if not all(torch.equal(part.groups, first.groups) for part in parts):
         return None
@@ -98,7 +98,8 @@ class Reader(Protocol):
     ) -> GroupedWeight:
         """Read the part of a module's weight within the held outputs and inputs.
 
-        The caller has checked that the module's tensors match `parts`. Raises ModelError for numbers that are invalid.
+        `stored` is the checkpoint's quantization. The caller has checked that the module's tensors match `parts`.
+        Raises ModelError for numbers that are invalid.
         """
 
 

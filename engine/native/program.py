@@ -24,7 +24,10 @@ def threads() -> tuple[int | None, int]:
 
 
 def threads_for(num_elements: int) -> tuple[int | None, int]:
-    """Return what `threads` does if num_elements are worth more than one thread; else (None, 1)."""
+    """Return the address of the function that runs torch's threads, and how many threads num_elements are worth.
+
+    That is torch's number, or (None, 1) for few elements or if torch uses a single thread.
+    """
     return threads() if num_elements >= _SHARED_ELEMENTS else (None, 1)
 
 

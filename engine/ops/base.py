@@ -113,7 +113,7 @@ class Ops:
         return rotate(heads, *rotation)
 
     def gate(self, gates_and_ups: torch.Tensor, activation: str = SILU) -> torch.Tensor:
-        """Return [T, I]: the activation of the first half of the columns [T, 2 I], times the second half."""
+        """Return [T, I]: the activation of the first half of the columns of gates_and_ups [T, 2 I], times the rest."""
         gates, ups = gates_and_ups.chunk(2, -1)
         return _activated(gates, activation).mul_(ups)
 

@@ -55,9 +55,10 @@ class NativeOps(Ops):
     def rotate_and_store(
         self, heads: torch.Tensor, rotation: Rotation, kv: KVSlots, norms: HeadNorms | None = None
     ) -> torch.Tensor:
-        """Norm, rotate and store as Ops.rotate_and_store does.
+        """Norm and rotate queries and keys of heads [T, H + 2 K, D], and store keys and values in the KV pool.
 
-        Raises IndexError, and writes nothing, for a slot outside the pool.
+        Returns the queries [T, H, D]; without `norms` they are only rotated. Raises IndexError, and writes nothing, if
+        a slot is outside the pool.
         """
         pool = kv.pool
         element, num_kv_heads = ELEMENTS.get(heads.dtype), pool.layout.num_kv_heads
@@ -123,7 +124,10 @@ class NativeOps(Ops):
         return highest, tokens
 
     def sample(self, logits: torch.Tensor, highest: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
-        """Sample a token for each of `samplings`, as Ops.sample does."""
+        """Sample a token for each of `samplings` from its row of logits; int64 [len(samplings)].
+
+        `highest` [S], float32, holds the maximum of each row.
+        """
         if logits.dtype not in ELEMENTS or logits.stride(1) != 1:
             return super().sample(logits, highest, samplings)
         return self._sampled(logits, highest, samplings)[0]
@@ -205,14 +209,14 @@ class NativeOps(Ops):
         output: torch.Tensor,
         delta: torch.Tensor | None = None,
     ) -> None:
-        """Append to `program` the op `norm` of x into `output`, for float32 or bfloat16 rows.
+        """Append to `program` the norm of x, after the addition of delta if given, into `output`.
 
-        The output may be x itself.
+        `output` may be x itself. Rows are float32 or bfloat16.
         """
         self._record(program, _native_norm(x, norm, output, delta))
 
     def record_add_norm(self, program: NativeProgram, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> None:
-        """Append to `program` the op `add_norm`, which adds the norm of delta to x, for float32 or bfloat16 rows."""
+        """Append to `program` the addition of the norm of delta to x, for float32 or bfloat16 rows."""
         self._record(program, _native_norm(delta, norm, x, increases=True))
 
     def _record(self, program: NativeProgram, norm: NativeNorm) -> None:
@@ -231,9 +235,10 @@ class NativeOps(Ops):
         kv: KVSlots,
         norms: HeadNorms | None,
     ) -> None:
-        """Append to `program` the op `rotate_and_store`, for an unquantized pool.
+        """Append to `program` the norm and rotation of `heads`, and the store of keys and values.
 
-        A run of the program does nothing if one of its slots is outside the pool.
+        The pool is unquantized; `norms` None only rotates. A run of the program does nothing if one of its slots is
+        outside the pool.
         """
         store, pool = _head_store(heads, rotation, kv, norms), kv.pool
         num_slots = pool.num_blocks * pool.layout.block_size
@@ -242,7 +247,10 @@ class NativeOps(Ops):
     def record_gate(
         self, program: NativeProgram, gates_and_ups: torch.Tensor, output: torch.Tensor, activation: str = SILU
     ) -> None:
-        """Append to `program` the op `gate` into `output`, for contiguous float32 or bfloat16 rows."""
+        """Append to `program` the activation of the first half of the columns of gates_and_ups, times the second half.
+
+        The result is written to `output`. Rows are contiguous, float32 or bfloat16.
+        """
         program.add(
             self._library.add_gate,
             self._kernel,
@@ -255,7 +263,10 @@ class NativeOps(Ops):
         )
 
     def record_cap(self, program: NativeProgram, logits: torch.Tensor, cap: float) -> None:
-        """Append to `program` the op `cap`, which changes contiguous float32 or bfloat16 rows of logits in place."""
+        """Append to `program` the replacement of each logit by cap * tanh(logit / cap), in place.
+
+        Rows are contiguous, float32 or bfloat16.
+        """
         kind = (ELEMENTS[logits.dtype], logits.shape[1])
         program.add(
             self._library.add_cap, self._kernel, *kind, logits.data_ptr(), logits.shape[1] * logits.itemsize, cap
@@ -264,9 +275,9 @@ class NativeOps(Ops):
     def record_search(
         self, program: NativeProgram, logits: torch.Tensor, highest: torch.Tensor, tokens: torch.Tensor
     ) -> None:
-        """Append to `program` the op `likeliest` of the logits into `highest` (float32) and `tokens` (int64).
+        """Append to `program` the search for each row's maximum of the logits, into `highest`, and its token.
 
-        Rows are contiguous, float32 or bfloat16.
+        The token goes into `tokens`, int64; `highest` is float32. Rows are contiguous, float32 or bfloat16.
         """
         kind, stride = (ELEMENTS[logits.dtype], logits.shape[1]), logits.shape[1] * logits.itemsize
         where = logits.data_ptr(), stride, highest.data_ptr(), tokens.data_ptr()

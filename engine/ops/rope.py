@@ -33,9 +33,9 @@ class RotaryEmbedding:
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Return heads [T, H, head_dim] rotated by the two tables of `RotaryEmbedding.tables`.
+    """Return heads [T, H, head_dim] rotated by the angles whose cosines and signed sines are given.
 
-    The elements of a pair are half a head apart.
+    Both come from `RotaryEmbedding.tables`. The elements of a pair are half a head apart.
     """
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), signed_sin)
 
@@ -53,9 +53,10 @@ def head_order(head_dim: int, rotary_dim: int, are_neighbours: bool) -> list[int
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Return the radians per position of each pair of elements: [head_dim / 2] float32 in host memory.
+    """Return the radians per position of each pair of elements under this kind of rotary embedding (`rope`).
 
-    Rounded exactly as in transformers: at position 100,000 one unit in the last place is a thousandth of a radian.
+    They are [head_dim / 2] float32 in host memory, rounded exactly as in transformers: at position 100,000 one unit in
+    the last place is a thousandth of a radian.
     """
     pair_periods = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     match rope:

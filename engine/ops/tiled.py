@@ -90,9 +90,10 @@ def _random(num_columns: int, num_rows: int = NUM_PROBES) -> torch.Tensor:
 
 @torch.inference_mode()
 def agreeing_sizes(function: Rows, probes: torch.Tensor) -> tuple[int, ...]:
-    """Return the numbers of rows among TILE_ROWS, ascending, at which a row has the same bits at all places.
+    """Return the numbers of rows among TILE_ROWS at which `function` gives a row the same bits at all places.
 
-    They also agree with the largest such number. `probes` [rows, inputs] are the trial rows. (1,) if none is found.
+    They are ascending, and agree with the largest such number. `probes` [rows, inputs] are the trial rows. (1,) if none
+    is found.
     """
     found: dict[int, torch.Tensor] = {}
     for size in TILE_ROWS:
@@ -152,7 +153,10 @@ class TiledOps(Ops):
         return self._in_tiles(name, lambda tile: normed(tile, norm), rows).view(x.shape)
 
     def rotate(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Rotate heads as Ops.rotate does; products and the sum are each rounded, so that the result is unique."""
+        """Return heads [T, N, D] rotated by their positions' cosines and sines, as a new tensor.
+
+        Products and the sum are each rounded, so that the result is unique.
+        """
         cosines, signed_sines = (each.float() for each in rotation)
         exact = heads.float()
         turned = exact.roll(heads.shape[-1] // 2, -1) * signed_sines
@@ -175,7 +179,10 @@ class Rotary(Protocol):
     """Computes the cosines and sines of positions."""
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """Return the cosines and sines of positions [T], as RotaryEmbedding.tables does."""
+        """Return the cosines and sines of positions [T], each [T, 1, head_dim] in this dtype.
+
+        The first half of the sines is negated.
+        """
 
 
 class TiledRotary:
@@ -187,7 +194,10 @@ class TiledRotary:
         self._sizes: dict[torch.dtype, tuple[int, ...]] = {}
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """Return the cosines and sines of positions [T], as RotaryEmbedding.tables does."""
+        """Return the cosines and sines of positions [T], each [T, 1, head_dim] in this dtype.
+
+        The first half of the sines is negated.
+        """
 
         def both(tile: torch.Tensor) -> torch.Tensor:
             return torch.cat(self._rotary.tables(tile.flatten(), dtype), -1).flatten(1)

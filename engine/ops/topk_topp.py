@@ -43,9 +43,10 @@ def sample_rows(
     samplings: Sequence[RowSampling],
     in_nuclei: LeastInNuclei | None = None,
 ) -> torch.Tensor:
-    """Sample a token for each of `samplings`, as Ops.sample does.
+    """Sample a token for each of `samplings` from its row of logits [S, vocab_size]; int64 [len(samplings)].
 
-    `in_nuclei` finds the nucleus (top_p) without sorting; None: weights are sorted, with the same result.
+    `highest` [S], float32, holds the maximum of each row. `in_nuclei` finds the nucleus (top_p) without sorting; None:
+    weights are sorted, with the same result.
     """
     pieces = _pieces(logits, samplings)
     return torch.cat(
@@ -57,7 +58,10 @@ def sample_rows(
 
 
 def log_totals(logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Return the logarithm of the sum of e^logit for each of `rows`, as Ops.log_totals does."""
+    """Return the logarithm of the sum of e^logit of each row that `rows` numbers, float64 [len(rows)].
+
+    `highest` [S], float32, holds the maximum of each row of logits; a row without a finite maximum gets NaN.
+    """
     return torch.cat([_log_totals(*_chosen(logits, highest, piece)) for piece in _pieces(logits, rows)])
 
 

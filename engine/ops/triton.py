@@ -35,7 +35,8 @@ def find_edges(  # type: ignore[no-untyped-def]
     """Write to `edges` the least weight of one row's nucleus: the weights not below it have the mass `needed`.
 
     It is the largest number for which that is so; 0 if no mass is needed. Positive floats are ordered like their bits,
-    which are determined one by one. A weight's mass is an integer, MASS times the weight.
+    which are determined one by one. A weight's mass is an integer, MASS times the weight. A row has num_columns
+    weights, and begins row_stride elements behind the row before.
     """
     row = tl.program_id(0).to(tl.int64)
     need = tl.load(needed + row)
@@ -89,7 +90,7 @@ ROOT_2_OVER_PI: Final = 0.7978845608028654
 def normed(x, weight, num_columns, eps, CENTERS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the norm of rows x [R, C], float32, of which num_columns columns are not zero padding.
 
-    CENTERS: the mean is subtracted first.
+    `weight` [C] is multiplied, eps added to the mean square. CENTERS: the mean is subtracted first.
     """
     if CENTERS:
         x = x - (tl.sum(x, 1) / num_columns)[:, None]
@@ -113,9 +114,10 @@ def norm_rows(  # type: ignore[no-untyped-def]
     CENTERS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write the norm of one row of x to `outputs`, after adding delta to x in place if HAS_DELTA.
+    """Write the norm of one row of x, of num_columns numbers, to `outputs`, after adding delta to x if HAS_DELTA.
 
-    IS_SCALED: delta is multiplied by delta_scale first.
+    The addition is in place. IS_SCALED: delta is multiplied by delta_scale first. `weight`, eps and CENTERS are those
+    of `normed`; strides are in elements.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)[None, :]
@@ -140,7 +142,10 @@ def norm_rows(  # type: ignore[no-untyped-def]
 def add_norm_rows(  # type: ignore[no-untyped-def]
     x, delta, weight, x_stride, delta_stride, num_columns, eps, COLUMNS: tl.constexpr
 ) -> None:
-    """Add the norm of one row of delta to the same row of x, in place."""
+    """Add the norm of one row of delta, of num_columns numbers, to the same row of x, in place.
+
+    `weight` and eps are those of the norm; strides are in elements.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = columns < num_columns
@@ -177,9 +182,10 @@ def rotate_and_store_heads(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ) -> None:
-    """Norm and rotate HEADS heads of one token; write queries to `queries`, keys and values to the KV pool.
+    """Norm and rotate HEADS heads of one token; write queries to `queries`, keys and values to the KV pool's slot.
 
-    Each element is rotated with the one half a head apart. HAS_NORMS: queries and keys are normed first.
+    Each element is rotated with the one half a head apart, by the token's cosines and sines. HAS_NORMS: queries and
+    keys are normed first, with their weights and eps. Strides are in elements.
     """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -214,7 +220,10 @@ def rotate_and_store_heads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def head_weights(query_weight, key_weight, columns, is_query, is_column):  # type: ignore[no-untyped-def]
-    """Return the norm weights of each head, float32: the queries' where is_query, else the keys'."""
+    """Return the norm weights of each head at these columns, float32: the queries' where is_query, else the keys'.
+
+    0 where is_column is false.
+    """
     of_queries = tl.load(query_weight + columns, mask=is_column, other=0.0).to(tl.float32)
     of_keys = tl.load(key_weight + columns, mask=is_column, other=0.0).to(tl.float32)
     return tl.where(is_query, of_queries, of_keys)
@@ -230,7 +239,10 @@ def gate_rows(  # type: ignore[no-untyped-def]
     ROOT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write COLUMNS numbers of one row to `outputs`: the activation of its gates (GELU or SiLU) times its ups."""
+    """Write COLUMNS numbers of one row to `outputs`: the activation of its gates (GELU or SiLU) times its ups.
+
+    A row of gates_and_ups has num_columns gates, then as many ups; rows are row_stride elements apart.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < num_columns

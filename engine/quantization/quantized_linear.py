@@ -91,7 +91,7 @@ class QuantizedMatrix:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def put(self, first_output: int, weight: QuantizedWeight) -> None:
-        """Fill in a run of outputs, from first_output on.
+        """Fill in a run of outputs, from first_output on, with these quantized weights.
 
         first_output is a multiple of 16, and so is the number of outputs unless they are the last.
         """

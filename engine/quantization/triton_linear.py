@@ -63,8 +63,9 @@ def multiply(  # type: ignore[no-untyped-def]
     """Multiply ROWS rows of `inputs` [num_rows, num_inputs] by COLUMNS of the outputs.
 
     Writes to outputs [splits, num_rows, num_outputs]. The grid is (tile of outputs, split, tile of rows); each split
-    takes split_words of the words of each output. OF_GROUPS: a tile of WORDS words may span several groups. `scales`,
-    `zeros` and `bias` are those of Packed.
+    takes split_words of the num_words 32-bit words of each output. OF_GROUPS: a tile of WORDS words may span several
+    groups, of group_words words each. `weights`, `scales`, `zeros` and `bias` are those of Packed; rows of inputs are
+    row_stride elements apart.
     """
     split = tl.program_id(1)
     rows, columns = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -132,7 +133,11 @@ def unpack(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> None:
-    """Dequantize num_outputs outputs, from first_output on, into unpacked [num_outputs, num_inputs]."""
+    """Dequantize num_outputs outputs, from first_output on, into unpacked [num_outputs, num_inputs].
+
+    `weights` [num_words per output], `scales` and `zeros` [num_groups per output] are those of Packed; a group has
+    group_words words.
+    """
     columns, words = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     there = (columns < num_outputs)[:, None] & (words < num_words)[None, :]
     vector, place = (

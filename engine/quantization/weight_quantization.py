@@ -74,7 +74,7 @@ def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
 
 
 def quantize_tiles(weight: torch.Tensor, bits: int) -> Iterator[tuple[int, QuantizedWeight]]:
-    """Yield a weight [N, K], quantized, in tiles of outputs; each comes with the number of its first output.
+    """Yield a weight [N, K], quantized to 4 or 8 bits, in tiles of outputs; each with the number of its first output.
 
     All tiles but the last have a multiple of 16 outputs.
     """

@@ -111,7 +111,7 @@ class Expansion(NamedTuple):
         return torch.cat((torch.einsum("thd,hdl->thl", plain, self.keys), rotated), dim=2)
 
     def expanded(self, attended: torch.Tensor) -> torch.Tensor:
-        """Map weighted sums of vectors [T, H, width of a vector] to the same sums of values [T, H, width of V]."""
+        """Map attention outputs over vectors [T, H, width of a vector] to those over values [T, H, width of V]."""
         return torch.einsum("thl,hvl->thv", attended[..., : self.values.shape[2]], self.values)
 
 

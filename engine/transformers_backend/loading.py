@@ -103,8 +103,8 @@ def check_model(
 ) -> None:
     """Compare the model's logits with those of transformers' own attention. Raises ModelError if they differ.
 
-    Call on all ranks, before the pool holds data. Does nothing for architectures that the tests cover with this version
-    of transformers.
+    The text for it has at most max_model_len tokens. Call on all ranks, before the pool holds data. Does nothing for
+    architectures that the tests cover with this version of transformers.
     """
     if _is_tried(config):
         return
@@ -362,9 +362,10 @@ def load_transformers(
     """Load one rank's part of a model that transformers computes; return it and the bytes of its weights.
 
     A model that the paged attention cannot compute is computed sequence by sequence, on one rank. `layout` is that of
-    the rank's pool, `group` the ranks that compute the same layers, `pipeline` the connection to other stages, if any;
-    `shows_progress`: as in LoadProgress. Raises ModelError with one sentence for a model that transformers does not
-    know, or that the attention or the cache does not support; SettingsError if the ranks cannot divide it.
+    the rank's pool, `shard` the rank's part of the model, `group` the ranks that compute the same layers, `pipeline`
+    the connection to other stages, if any; `shows_progress`: as in LoadProgress. Raises ModelError with one sentence
+    for a model that transformers does not know, or that the attention or the cache does not support; SettingsError if
+    the ranks cannot divide it.
     """
     if pipeline is not None and settings.verify_model:
         check_staged(config)

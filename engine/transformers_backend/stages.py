@@ -58,7 +58,7 @@ class StageTransfer:
 def keep_stage(model: Any, shard: Shard) -> None:
     """Remove from a model on the meta device the modules that other pipeline stages compute.
 
-    Raises ModelError for a model that cannot be divided into stages.
+    `shard` has the layers of this stage. Raises ModelError for a model that cannot be divided into stages.
     """
     layers = _layers(model, shard.layers.total)
     emptied = [layer for number, layer in enumerate(layers) if number not in shard.layers.held]

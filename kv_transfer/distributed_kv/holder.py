@@ -102,7 +102,7 @@ class KVHolder:
         self._acceptor.start()
 
     def revoke(self, number: int) -> None:
-        """End the remote KV of this connection, whose blocks are needed here; its client is informed.
+        """End the remote KV of connection `number`, whose blocks are needed here; its client is informed.
 
         Does nothing if the connection has ended. `release` is called as soon as no thread uses the blocks.
         """

@@ -120,11 +120,11 @@ def open_remote_kv(
     row_bytes: int,
     partial_bytes: int,
 ) -> RemoteKV | None:
-    """Connect to a KV holder and send it as many tiles as it has room for, at most `most_tiles`; return their client.
+    """Connect to the KV holder at `address` (HOST:PORT), and send it as many tiles as it has room for.
 
-    Returns None if there is no room. `read(layer, number)` returns keys and values of a layer's leading tiles; `layers`
-    are sent in order. row_bytes and partial_bytes are the sizes of a query row and of its partial. Raises OSError or
-    TransferError.
+    Returns the client of the tiles, at most `most_tiles`, or None if there is no room; tile_request is sent for the
+    holder's decision. `read(layer, number)` returns keys and values of a layer's leading tiles; `layers` are sent in
+    order. row_bytes and partial_bytes are the sizes of a query row and of its partial. Raises OSError or TransferError.
     """
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), ROOM_S)

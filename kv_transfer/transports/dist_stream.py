@@ -61,10 +61,10 @@ class DistAddress:
 
 
 def listen(bind: str) -> tuple[socket.socket, DistAddress]:
-    """Listen on an endpoint dist://HOST:PORT; return the non-blocking socket and its address with a new token.
+    """Listen on the endpoint `bind`, dist://HOST:PORT; return the socket and its address, with a new token.
 
-    HOST is an address, a name or an interface; PORT may be * for any free one. Raises SettingsError if the endpoint
-    cannot be used.
+    HOST is an address, a name or an interface; PORT may be * for any free one. The socket is non-blocking. Raises
+    SettingsError if the endpoint cannot be used.
     """
     match = _BIND.fullmatch(bind)
     if match is None:
@@ -190,7 +190,10 @@ class Stream:
             self._writer.write(b"".join([_PREFIX.pack(kind, sum(map(len, parts))), *parts]))
 
     async def drain(self) -> None:
-        """Wait until little is queued."""
+        """Wait until the other end has read enough that little is queued.
+
+        Raises TimeoutError after TIMEOUT_S seconds.
+        """
         async with asyncio.timeout(TIMEOUT_S):
             await self._writer.drain()
 

@@ -117,7 +117,10 @@ class Pair:
         self._store.put(key, value)
 
     def send(self, frames: Sequence[torch.Tensor]) -> "asyncio.Future[list[torch.Tensor] | None]":
-        """Queue 1-D uint8 frames as of the current stream; return a future that completes when they may be reused."""
+        """Queue 1-D uint8 frames as of the current stream; return a future that completes when they may be reused.
+
+        Its value means nothing.
+        """
         job = _Job([len(frame) for frame in frames], list(frames), self._loop.create_future())
         if self._stream is not None:
             job.written = torch.cuda.current_stream(self._device).record_event()

@@ -40,7 +40,7 @@ class AuthRequest(NamedTuple):
 
 
 def open_auth_socket(router: "zmq.Socket[bytes]", context: Context) -> "zmq.Socket[bytes]":
-    """Return the socket on which authentication requests for `router`, a Listener's socket, arrive.
+    """Return a new socket of `context` on which authentication requests for `router`, a Listener's socket, arrive.
 
     Call before the Listener binds its socket. Without replies no connection is accepted.
     """
@@ -53,13 +53,13 @@ def open_auth_socket(router: "zmq.Socket[bytes]", context: Context) -> "zmq.Sock
 
 
 def read_auth_request(parts: Sequence[zmq.Frame]) -> AuthRequest:
-    """Return the authentication request in the frames of a received message."""
+    """Return the authentication request in the frames (`parts`) of a received message."""
     _version, request_id, _domain, _address, _identity, mechanism, *credentials = (part.bytes for part in parts)
     return AuthRequest(request_id, mechanism, credentials)
 
 
 def send_auth_reply(auth_socket: "zmq.Socket[bytes]", request: AuthRequest, *, is_accepted: bool) -> None:
-    """Tell ZeroMQ whether it may accept the connection of this request."""
+    """Reply on auth_socket to an authentication request: ZeroMQ accepts the connection or closes it."""
     status = _OK if is_accepted else _DENIED
     auth_socket.send_multipart([_VERSION, request.request_id, status, b"", b"", b""], zmq.NOBLOCK)
 
@@ -84,12 +84,15 @@ class ConnectionKey:
         return []
 
     def guard(self, router: "zmq.Socket[bytes]", context: Context) -> "zmq.Socket[bytes]":
-        """Protect a Listener's socket before it binds; return the socket whose messages go to `authenticate`."""
+        """Protect `router`, a Listener's socket, before it binds; return the socket of authentication requests.
+
+        It belongs to `context`, and its messages go to `authenticate`.
+        """
         router.setsockopt(zmq.PLAIN_SERVER, 1)
         return open_auth_socket(router, context)
 
     def authenticate(self, auth_socket: "zmq.Socket[bytes]", parts: list[zmq.Frame]) -> None:
-        """Reply to the authentication request in these frames: accept the connection if it has the key."""
+        """Reply on auth_socket to the request in these frames (`parts`): accept the connection if it has the key."""
         request = read_auth_request(parts)
         is_known = secrets.compare_digest(request.credentials[-1], self._key.encode())
         send_auth_reply(auth_socket, request, is_accepted=is_known)
@@ -102,7 +105,7 @@ class ConnectionKey:
 
 
 def set_key(dealer: "zmq.Socket[bytes]", address: str) -> str:
-    """Set the key in a descriptor's address (ENDPOINT#KEY) on a Dialer's socket; return the endpoint to connect to.
+    """Set the key of a descriptor's address (ENDPOINT#KEY) on `dealer`, a Dialer's socket; return the ENDPOINT.
 
     Raises TransferError for an address without a valid key.
     """
@@ -142,14 +145,17 @@ class Keyring:
         return new
 
     def guard(self, router: "zmq.Socket[bytes]", context: Context) -> "zmq.Socket[bytes]":
-        """Protect a Listener's socket before it binds; return the socket whose messages go to `authenticate`."""
+        """Protect `router`, a Listener's socket, before it binds; return the socket of authentication requests.
+
+        It belongs to `context`, and its messages go to `authenticate`.
+        """
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES + OVERHEAD_BYTES)
         return open_auth_socket(router, context)
 
     def authenticate(self, auth_socket: "zmq.Socket[bytes]", parts: list[zmq.Frame]) -> None:
-        """Reply to the authentication request in these frames: accept the connection if its public key is allowed."""
+        """Reply on auth_socket to the request in these frames (`parts`): accept the connection of an allowed key."""
         request = read_auth_request(parts)
         is_known = request.mechanism == b"CURVE" and request.credentials[0] in self._allowed
         if not is_known:
@@ -167,7 +173,7 @@ class Keyring:
         return f"curve://{endpoint.removeprefix('tcp://')}/{self.public.hex()}"
 
     def prepare(self, dealer: "zmq.Socket[bytes]", address: str) -> str:
-        """Set the keys for a Listener's address on a Dialer's socket; return the endpoint to connect to.
+        """Set the keys for a Listener's address on `dealer`, a Dialer's socket; return the endpoint to connect to.
 
         An address that is not curve:// is handled by set_key. Raises TransferError for an invalid address.
         """

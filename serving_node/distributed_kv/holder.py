@@ -100,9 +100,9 @@ class HeldKV:
         return self._most_blocks - self.num_firm(age) >= self._blocks_each > 0
 
     def lease(self, number: int, most_tiles: int, age: int, *, num_spare: int = 0) -> list[int]:
-        """Lease the blocks of at most `most_tiles` tiles, leaving `num_spare` blocks free; the list may be empty.
+        """Lease the blocks of at most `most_tiles` tiles, leaving `num_spare` blocks free; return their ids.
 
-        `number` is that of the connection, `age` that of the remote request.
+        The list may be empty. `number` is that of the connection, which must be new, `age` that of the remote request.
         """
         assert number not in self._remote_kvs
         room = min(self._most_blocks - self.num_blocks, self._allocator.num_free) - num_spare
@@ -126,7 +126,7 @@ class HeldKV:
                 self._on_revoked(number)
 
     def release(self, number: int) -> None:
-        """Free the blocks of this connection; does nothing if it has none."""
+        """Free the blocks of connection `number`; does nothing if it has none."""
         if (held := self._remote_kvs.pop(number, None)) is not None:
             held.lease.release()
 
@@ -152,7 +152,7 @@ class TileReservation(Reserve):
         return self._ends_s if self.age < math.inf else None
 
     def put(self, age: int, now: float, step_s: float) -> None:
-        """Reserve blocks for a remote request that has asked again in vain, unless an older one has the reservation.
+        """Reserve blocks for a remote request of this age that has asked again in vain, unless an older one has them.
 
         `step_s` is the seconds of one of its steps, in which it does not ask.
         """

@@ -142,7 +142,7 @@ class DistributedKV(StepSource):
             self.held_kv.revoke()
 
     def after_step(self, node_requests: list[NodeRequest], step_s: float, now: float) -> None:
-        """Handle the ends of remote KV in a step of `step_s` seconds of these requests.
+        """Handle failures and ends of remote KV after a step of these requests that took `step_s` seconds.
 
         Requests whose tiles were revoked begin again, and requests whose tiles are lost fail. Holders that had no room
         are asked again where that is due.

@@ -78,7 +78,7 @@ class RankStream(Generic[M]):
 
 
 async def dial(host: str, port: int, receives: type[M]) -> RankStream[M]:
-    """Connect to rank 0 at this address; return the stream, which receives messages of type `receives`.
+    """Connect to rank 0 at `host` and `port`; return the stream, which receives messages of type `receives`.
 
     Raises RankLost if rank 0 does not respond within CONNECT_DEADLINE_S.
     """
@@ -264,7 +264,7 @@ class Leader:
 
 
 def die(why: object) -> NoReturn:
-    """End the process at once, with a line in the log, after the loss of a rank.
+    """End the process at once, with `why` in the log, after the loss of a rank.
 
     An engine that waits in a collective cannot be waited for.
     """
@@ -272,7 +272,7 @@ def die(why: object) -> NoReturn:
 
 
 def end_at_once(last_words: str) -> NoReturn:
-    """Log these words and end this process at once with LOST_EXIT_CODE, whatever its engine does."""
+    """Log last_words and end this process at once with LOST_EXIT_CODE, whatever its engine does."""
     logger.critical(last_words)
     logging.shutdown()
     os._exit(LOST_EXIT_CODE)

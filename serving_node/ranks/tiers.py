@@ -65,7 +65,7 @@ class NodeTier:
 
 
 def follow(command: ranks_pb2.RankCommand, store: TierStore, leader: Leader) -> None:
-    """Carry out one of TIER_COMMANDS on a follower; the end of a load is reported to `leader`."""
+    """Carry out one of TIER_COMMANDS on a follower's `store`; the end of a load is reported to `leader`."""
     match command.WhichOneof("command"):
         case "offload":
             offload = command.offload
