@@ -52,6 +52,7 @@ MINUTES = {
     "tests/unit/splitserve_bench/test_load.py": 0.5,
     "tests/unit/splitserve_bench/test_serve_stages.py": 0.4,
     "tests/unit/splitserve_bench/test_simulate_fleets.py": 2.3,
+    "tests/unit/splitserve_vllm": 0.2,
 }
 TESTS = {  # the most telling first
     "coordinator": [
@@ -101,6 +102,7 @@ TESTS = {  # the most telling first
         "tests/unit/splitserve_bench/test_simulate_fleets.py",
         "tests/system/test_bench_serve.py",
     ],
+    "splitserve_vllm": ["tests/unit/splitserve_vllm"],
 }
 SIMULATED_DEVICE = "tests/gpu"  # tests of this folder run on the simulated CUDA device
 

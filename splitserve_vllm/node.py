@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from kv_transfer.descriptor import TransferDescriptor
 from kv_transfer.results import Received, TransferFailed
@@ -73,6 +73,15 @@ class _Attempt:
     @property
     def wire(self) -> fleet_pb2.Attempt:
         return convert.attempt_of(self.request)
+
+
+class _Output(NamedTuple):
+    """One output token of an attempt."""
+
+    token: SampledToken
+    reason: FinishReason | None
+    prefill_s: float
+    num_cached_tokens: int  # of the prompt
 
 
 class VllmNode:
@@ -348,24 +357,18 @@ class VllmNode:
 
     async def _decode_alone(self, attempt: _Attempt) -> None:
         """Prefill and decode here."""
-        began_s = time.monotonic()
-        async for token, reason, num_cached in self._generate(attempt, {}):
-            is_first = began_s > 0
-            if is_first:
-                self._tell_first(attempt, token, reason, time.monotonic() - began_s, num_cached)
-                began_s = 0.0
-            else:
-                self._tell(attempt, token, reason)
+        tell = self._tell_first
+        async for output in self._generate(attempt, {}):
+            tell(attempt, output)
+            tell = self._tell
 
     async def _prefill(self, attempt: _Attempt) -> None:
         """Prefill here, for another node to decode."""
-        began_s, request = time.monotonic(), attempt.request
-        reason: FinishReason | None = None
-        async for token, reason, num_cached in self._generate(attempt, {SEND: request.epoch}, max_tokens=1):
-            if reason is FinishReason.LENGTH and request.num_output_tokens < request.sampling.max_tokens:
-                reason = None
-            self._tell_first(attempt, token, reason, time.monotonic() - began_s, num_cached)
-        if reason is not None:
+        request, is_last = attempt.request, False
+        async for output in self._generate(attempt, {SEND: request.epoch}, max_tokens=1):
+            is_last = output.reason is FinishReason.STOP or request.num_output_tokens == request.sampling.max_tokens
+            self._tell_first(attempt, output if is_last else output._replace(reason=None))
+        if is_last:
             return
         attempt.is_running = False
         tail = convert.to_tail(request.token_ids[-1:], [])
@@ -401,26 +404,26 @@ class VllmNode:
     async def _decode(self, attempt: _Attempt) -> None:
         """Decode a prompt that another node prefills."""
         request = attempt.request
-        tokens = self._generate(attempt, {RECEIVE: request.epoch}, adds=False)
+        outputs = self._generate(attempt, {RECEIVE: request.epoch}, adds=False)
         try:
-            first = asyncio.ensure_future(anext(tokens))
+            first = asyncio.ensure_future(anext(outputs))
             try:
                 received = await self._received(attempt, first)
                 first_id = _first_id(received.tail)
                 self._tell_committed(attempt, received)
                 self._note_running(attempt)
-                token, _, _ = await first
+                output = await first
             finally:
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)  # before the generator is closed
             request.token_ids.append(first_id)
-            if token.token_id == first_id:
-                async for token, reason, _ in tokens:
-                    request.token_ids.append(token.token_id)
-                    self._tell(attempt, token, reason)
+            if output.token.token_id == first_id:
+                async for output in outputs:
+                    request.token_ids.append(output.token.token_id)
+                    self._tell(attempt, output)
                 return
         finally:
-            await tokens.aclose()
+            await outputs.aclose()
         logger.info("vLLM's first token differs from the prefill node's: it goes on behind that one")
         await self._decode_on(attempt)
 
@@ -449,8 +452,8 @@ class VllmNode:
 
     async def _decode_on(self, attempt: _Attempt) -> None:
         """Decode behind the tokens that the request has; vLLM finds their KV in its prefix cache."""
-        async for token, reason, _ in self._generate(attempt, {}, suffix="-on"):
-            self._tell(attempt, token, reason)
+        async for output in self._generate(attempt, {}, suffix="-on"):
+            self._tell(attempt, output)
 
     async def _generate(
         self,
@@ -460,11 +463,8 @@ class VllmNode:
         max_tokens: int | None = None,
         suffix: str = "",
         adds: bool = True,
-    ) -> AsyncGenerator[tuple[SampledToken, FinishReason | None, int]]:
-        """Yield the tokens that vLLM computes for an attempt, why they end, and the cached tokens of the prompt.
-
-        With `adds` the tokens become the request's.
-        """
+    ) -> AsyncGenerator[_Output]:
+        """Yield the tokens that vLLM computes for an attempt. With `adds` they become the request's."""
         request, num_top = attempt.request, attempt.request.sampling.logprobs
         fields = sampling_fields(request, self._eos_token_ids)
         if max_tokens is not None:
@@ -480,7 +480,7 @@ class VllmNode:
                 token = token_of(each.token_id, each.logprobs, num_top)
                 if adds:
                     request.token_ids.append(each.token_id)
-                yield token, reason, each.num_cached_tokens
+                yield _Output(token, reason, each.prefill_s, each.num_cached_tokens)
         finally:
             await outputs.aclose()
 
@@ -492,12 +492,11 @@ class VllmNode:
 
     # ---- reports ----
 
-    def _tell_first(
-        self, attempt: _Attempt, token: SampledToken, reason: FinishReason | None, prefill_s: float, num_cached: int
-    ) -> None:
+    def _tell_first(self, attempt: _Attempt, output: _Output) -> None:
+        num_cached = output.num_cached_tokens
         self._num_cached_tokens += num_cached
-        first = fleet_pb2.FirstToken(attempt=attempt.wire, prefill_s=prefill_s, num_cached_tokens=num_cached)
-        convert.fill_token(first.token, attempt.request, token, reason)
+        first = fleet_pb2.FirstToken(attempt=attempt.wire, prefill_s=output.prefill_s, num_cached_tokens=num_cached)
+        convert.fill_token(first.token, attempt.request, output.token, output.reason)
         self._link.send(first_token=first)
 
     def _tell_committed(self, attempt: _Attempt, received: Received) -> None:
@@ -511,12 +510,12 @@ class VllmNode:
         )
         self._link.send(committed=committed)
 
-    def _tell(self, attempt: _Attempt, token: SampledToken, reason: FinishReason | None) -> None:
+    def _tell(self, attempt: _Attempt, output: _Output) -> None:
         """Report a token, in one message with those of the same step."""
         if self._tokens is None:
             self._tokens = fleet_pb2.StepTokens(step_s=self._rates.decode_step_s)
             asyncio.get_running_loop().call_soon(self._flush)
-        convert.fill_token(self._tokens.tokens.add(), attempt.request, token, reason)
+        convert.fill_token(self._tokens.tokens.add(), attempt.request, output.token, output.reason)
 
     def _flush(self) -> None:
         tokens, self._tokens = self._tokens, None

@@ -7,11 +7,13 @@ import importlib
 import inspect
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, NamedTuple
 
 from serving_core.errors import SettingsError
+from serving_core.requests import NO_TOKEN
 from splitserve_vllm.sampling import TRANSFER
 
 TESTED: Final = ("0.32.0",)
@@ -85,6 +87,7 @@ class Token(NamedTuple):
     logprobs: Mapping[int, Any] | None  # of the tokens at its position, by id
     finish_reason: str | None  # of the last token of an output
     num_cached_tokens: int  # of the prompt
+    prefill_s: float  # from the first step with the prompt to the first token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,10 +148,11 @@ class Vllm:
 
         extra = {TRANSFER: dict(transfer)} if transfer else None
         params = SamplingParams(**fields, extra_args=extra, output_kind=RequestOutputKind.DELTA)
-        outputs = self._engine.generate({"prompt_token_ids": list(token_ids)}, params, request_id)
-        async for output in outputs:
-            for token in _tokens(output):
-                yield token
+        generated = self._engine.generate({"prompt_token_ids": list(token_ids)}, params, request_id)
+        async with aclosing(generated) as outputs:
+            async for output in outputs:
+                for token in _tokens(output):
+                    yield token
 
     @property
     def is_dead(self) -> bool:
@@ -194,19 +198,15 @@ def _facts(config: Any) -> VllmFacts:
 
 
 def _tokens(output: Any) -> list[Token]:
-    (completion,) = output.outputs
-    token_ids, logprobs = list(completion.token_ids), completion.logprobs
+    (completion,), times = output.outputs, output.metrics
+    prefill_s = max(0.0, times.first_token_ts - times.scheduled_ts) if times is not None else 0.0
+    token_ids, logprobs, reason = list(completion.token_ids), completion.logprobs, completion.finish_reason
+    if not token_ids and reason is not None:
+        token_ids, logprobs = [NO_TOKEN], None
     last, num_cached = len(token_ids) - 1, output.num_cached_tokens or 0
-    if not token_ids and completion.finish_reason is not None:
-        return [Token(-1, None, completion.finish_reason, num_cached)]
     return [
-        Token(
-            token_id,
-            logprobs[index] if logprobs else None,
-            completion.finish_reason if index == last else None,
-            num_cached,
-        )
-        for index, token_id in enumerate(token_ids)
+        Token(each, logprobs[index] if logprobs else None, reason if index == last else None, num_cached, prefill_s)
+        for index, each in enumerate(token_ids)
     ]
 
 

@@ -56,7 +56,7 @@ class Engine:
                 await asyncio.sleep(0)
                 is_stop = last + 1 + index in fields["stop_token_ids"]
                 reason = "stop" if is_stop else "length" if index == fields["max_tokens"] - 1 else None
-                yield Token(last + 1 + index, None, reason if last else "error", 0)
+                yield Token(last + 1 + index, None, reason if last else "error", 0, 0.5)
                 if is_stop:
                     return
         except (GeneratorExit, asyncio.CancelledError):
@@ -151,7 +151,7 @@ async def test_a_mixed_node_answers_alone():
     world = World()
     world.reserve(is_local=True)
     (first,) = await world.until("first_token")
-    assert (first.token.token_id, first.token.index) == (5, 0)
+    assert (first.token.token_id, first.token.index, first.prefill_s) == (5, 0, 0.5)
     assert await world.tokens(2) == ([(6, 1), (7, 2)], inference_pb2.FINISH_REASON_LENGTH)
     await asyncio.wait_for(world.node.idle(), DEADLINE_S)
 
