@@ -138,8 +138,6 @@ class ApiServerLink:
         awake, self._awake = self._awake, {}
         for generation, call_id in awake.items():
             self._batch.responses.extend(generation.take_all())
-            if generation.embedding:
-                self._batch.embeddings[call_id] = generation.embedding
             if generation.error is not None:
                 self.failed(call_id, generation.error)
         batch, self._batch = self._batch, api_servers_pb2.ApiServerBatch()
@@ -298,7 +296,7 @@ class ApiServerService:
         outputs = [TokenOutput(generation, index, len(each.token_ids)) for index, each in enumerate(so_fars)]
         deadline_s = now + wire.left_s
         try:
-            slo = self._slo_classes.slo_of(wire.request, len(plan.prompt), self._registry.nodes)
+            slo = self._slo_classes.slo_of(wire.request, plan.num_prompt_tokens, self._registry.nodes)
             self._dispatcher.begin(
                 plan,
                 so_fars,
@@ -316,7 +314,7 @@ class ApiServerService:
             logger.exception("a call could not begin", extra={"request_id": plan.request_id})
             link.failed(wire.id, RequestError(ENGINE_ERROR, "internal error"))
             return
-        record.begun_s, record.num_prompt_tokens = now - wire.begun_age_s, len(plan.prompt)
+        record.begun_s, record.num_prompt_tokens = now - wire.begun_age_s, plan.num_prompt_tokens
         record.sampling, record.num_sequences = plan.samplings[0], num_outputs
         CARRIER.set(carrier)
         recorded = ExitStack()  # closed at the end of the call

@@ -15,7 +15,6 @@ from coordinator.api.generation import Generation
 from coordinator.api.validation import RequestPlan
 from coordinator.control.instructions import (
     MAX_MESSAGE_CHARS,
-    Embedded,
     Emit,
     End,
     Instruction,
@@ -362,6 +361,7 @@ class Dispatcher:
         self._idle.clear()
         # One Prompt for all sequences, so that it is hashed once.
         prompt = Prompt(plan.prompt, plan.cache_salt, plan.adapter, is_read_whole=plan.is_read_whole)
+        prompts = list(map(prompt.followed_by, plan.endings)) or [prompt] * len(plan.samplings)
         try:
             for index, (sampling, so_far, answer) in enumerate(zip(plan.samplings, so_fars, answers, strict=True)):
                 if so_far.has_ended:
@@ -369,7 +369,7 @@ class Dispatcher:
                 sequence_id = call.sequence_ids[index]
                 instructions = self._scheduler.submit(
                     sequence_id,
-                    prompt,
+                    prompts[index],
                     sampling,
                     arrived_s=arrived_s,
                     deadline_s=deadline_s,
@@ -479,9 +479,6 @@ class Dispatcher:
                     if link is not None and not link.send(command):
                         unsent = f"{MAX_UNSENT_COMMANDS} commands are unsent"
                         work.extend(self._lose(node, LossCause.COMMANDS, unsent))
-                case Embedded(sequence_id, embedding):
-                    if (answer := self._answers.get(sequence_id)) is not None:
-                        answer.generation.embedding = embedding
                 case End() as end:
                     work.extend(self._end(end))
                 case MigrationEnded() as migration:

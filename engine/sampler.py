@@ -7,6 +7,7 @@ same token in any batch, on any node and after any restart that computes the sam
 """
 
 import math
+import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -253,7 +254,8 @@ def sample(
 
     Sets the logits of tokens that a grammar forbids to -inf. `likeliest` holds the largest logit and its token for each
     row, if known; its tensors are overwritten. `eos_token_ids` may not be sampled before min_tokens. A row whose
-    grammar allows no token, or whose largest logit is not finite, gets a SampledToken with an error.
+    grammar allows no token, or whose largest logit is not finite, gets a SampledToken with an error. A request with
+    pooling gets its logprobs instead of a token.
     """
     errors = forbid(logits, requests)
     if any(request.guide is not None for request in requests):
@@ -284,7 +286,17 @@ def sample(
             sampled[row] = token
     for row, token in failed.items():
         sampled[row] = token
-    return sampled
+    return [
+        token if request.pooling is None or token.error is not None else _pooled(request, token)
+        for request, token in zip(requests, sampled, strict=True)
+    ]
+
+
+def _pooled(request: Request, token: SampledToken) -> SampledToken:
+    """Return the logprobs of the request's tokens instead of a token; -inf for tokens that cannot come."""
+    found = dict(token.top_logprobs)
+    logprobs = [found.get(token_id, -math.inf) for token_id in request.sampling.logprob_token_ids]
+    return SampledToken(NO_TOKEN, embedding=struct.pack(f"<{len(logprobs)}f", *logprobs))
 
 
 def verify(

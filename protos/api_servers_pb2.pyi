@@ -67,7 +67,7 @@ class Shed(_message.Message):
     def __init__(self, port: _Optional[str] = ..., reason: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class ForwardedCall(_message.Message):
-    __slots__ = ("id", "request", "info", "grammar", "pooling", "num_behind", "left_s", "begun_age_s")
+    __slots__ = ("id", "request", "info", "grammar", "pooling", "num_behind", "left_s", "begun_age_s", "endings")
     ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class ForwardedCall(_message.Message):
     NUM_BEHIND_FIELD_NUMBER: _ClassVar[int]
     LEFT_S_FIELD_NUMBER: _ClassVar[int]
     BEGUN_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    ENDINGS_FIELD_NUMBER: _ClassVar[int]
     id: str
     request: _inference_pb2.GenerateRequest
     info: CallInfo
@@ -84,7 +85,16 @@ class ForwardedCall(_message.Message):
     num_behind: int
     left_s: float
     begun_age_s: float
-    def __init__(self, id: _Optional[str] = ..., request: _Optional[_Union[_inference_pb2.GenerateRequest, _Mapping]] = ..., info: _Optional[_Union[CallInfo, _Mapping]] = ..., grammar: _Optional[str] = ..., pooling: _Optional[_Union[_fleet_pb2.Pooling, _Mapping]] = ..., num_behind: _Optional[int] = ..., left_s: _Optional[float] = ..., begun_age_s: _Optional[float] = ...) -> None: ...
+    endings: _containers.RepeatedCompositeFieldContainer[PromptEnding]
+    def __init__(self, id: _Optional[str] = ..., request: _Optional[_Union[_inference_pb2.GenerateRequest, _Mapping]] = ..., info: _Optional[_Union[CallInfo, _Mapping]] = ..., grammar: _Optional[str] = ..., pooling: _Optional[_Union[_fleet_pb2.Pooling, _Mapping]] = ..., num_behind: _Optional[int] = ..., left_s: _Optional[float] = ..., begun_age_s: _Optional[float] = ..., endings: _Optional[_Iterable[_Union[PromptEnding, _Mapping]]] = ...) -> None: ...
+
+class PromptEnding(_message.Message):
+    __slots__ = ("token_ids", "logprob_token_ids")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprob_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CallInfo(_message.Message):
     __slots__ = ("request_id", "asker", "operation", "model", "age_s", "traceparent", "tracestate")
@@ -158,27 +168,18 @@ class CallError(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ApiServerBatch(_message.Message):
-    __slots__ = ("number", "fleet", "begun", "embeddings", "responses", "failed")
-    class EmbeddingsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: bytes
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    __slots__ = ("number", "fleet", "begun", "responses", "failed")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FLEET_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
-    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     RESPONSES_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     number: int
     fleet: FleetState
     begun: _containers.RepeatedScalarFieldContainer[str]
-    embeddings: _containers.ScalarMap[str, bytes]
     responses: _containers.RepeatedCompositeFieldContainer[_inference_pb2.GenerateResponse]
     failed: _containers.RepeatedCompositeFieldContainer[FailedCall]
-    def __init__(self, number: _Optional[int] = ..., fleet: _Optional[_Union[FleetState, _Mapping]] = ..., begun: _Optional[_Iterable[str]] = ..., embeddings: _Optional[_Mapping[str, bytes]] = ..., responses: _Optional[_Iterable[_Union[_inference_pb2.GenerateResponse, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[FailedCall, _Mapping]]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., fleet: _Optional[_Union[FleetState, _Mapping]] = ..., begun: _Optional[_Iterable[str]] = ..., responses: _Optional[_Iterable[_Union[_inference_pb2.GenerateResponse, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[FailedCall, _Mapping]]] = ...) -> None: ...
 
 class FailedCall(_message.Message):
     __slots__ = ("id", "error")

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ApiServersStub:
-    """At the fleet port, under the fleet secret, beside Inference (but Generate and Embed) and Admin.
+    """At the fleet port, under the fleet secret, beside Inference (but Generate, Embed and Score) and Admin.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class ApiServersStub:
 
 
 class ApiServersServicer:
-    """At the fleet port, under the fleet secret, beside Inference (but Generate and Embed) and Admin.
+    """At the fleet port, under the fleet secret, beside Inference (but Generate, Embed and Score) and Admin.
     """
 
     def Attach(self, request_iterator, context):
@@ -87,7 +87,7 @@ def add_ApiServersServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ApiServers:
-    """At the fleet port, under the fleet secret, beside Inference (but Generate and Embed) and Admin.
+    """At the fleet port, under the fleet secret, beside Inference (but Generate, Embed and Score) and Admin.
     """
 
     @staticmethod

@@ -210,6 +210,11 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/splitserve.v1.Inference/Score',
+                request_serializer=protos_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/splitserve.v1.Inference/Abort',
                 request_serializer=protos_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -247,6 +252,14 @@ class InferenceServicer:
 
     def Embed(self, request, context):
         """Returns the embedding of one text, from an embedding model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Returns how likely each of some replies is, for several items that are asked of one input. A node prefills the input
+        once, then the items. Nothing is decoded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -292,6 +305,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=protos_dot_inference__pb2.EmbedRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=protos_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.ScoreResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -369,6 +387,33 @@ class Inference:
             '/splitserve.v1.Inference/Embed',
             protos_dot_inference__pb2.EmbedRequest.SerializeToString,
             protos_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.Inference/Score',
+            protos_dot_inference__pb2.ScoreRequest.SerializeToString,
+            protos_dot_inference__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ from serving_core.errors import RequestError
 
 MEAN, LAST = "mean", "last"
 POOLINGS: Final = (MEAN, LAST)
+LOGPROBS: Final = "logprobs"
 NO_TOKEN: Final = -1  # token id of no token
 
 
@@ -50,9 +51,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How an embedding is made of the hidden states behind the last layer's norm, one for each token of a text."""
+    """What a request that only prefills returns: an embedding or logprobs.
 
-    kind: str  # one of POOLINGS: the mean of all hidden states, or the last token's
+    An embedding is made of the hidden states behind the last layer's norm, one for each token of a text.
+    """
+
+    kind: str  # one of POOLINGS: the mean of all hidden states, or the last token's; or LOGPROBS of logprob_token_ids
     normalizes: bool = True  # to length 1
     num_dimensions: int = 0  # leading dimensions to keep, before normalization; 0: all
 
@@ -94,7 +98,7 @@ class Request:
     scores: "list[SampledToken]" = field(default_factory=list)  # of the prompt, as far as it was prefilled
     adapter: str = ""  # name of the LoRA adapter; empty: the model alone
     guide: Guide | None = None  # set where tokens are sampled and the request has a grammar
-    pooling: Pooling | None = None  # the output is the embedding of the prompt; None: tokens
+    pooling: Pooling | None = None  # the output is the embedding or logprobs of the prompt; None: tokens
     pooled: Any = None  # the engine's own state: the sum so far of a mean
     remote_kvs: Sequence[Any] = ()  # KV holders of its oldest blocks (engine/attention/distributed.py)
     remote_kv_error: str = ""  # why remote KV failed: the step's result for the request is invalid
@@ -158,7 +162,7 @@ class SampledToken(NamedTuple):
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     error: RequestError | None = None  # why there is no token, such as a grammar that allows none
-    embedding: bytes = b""  # instead of a token: the prompt's embedding, float32, little-endian
+    embedding: bytes = b""  # instead of a token: the prompt's embedding or logprobs, float32, little-endian
 
     @property
     def is_token(self) -> bool:

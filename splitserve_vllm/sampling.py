@@ -43,7 +43,7 @@ def sampling_fields(request: Request, eos_token_ids: Sequence[int]) -> dict[str,
 def _check(request: Request) -> None:
     sampling = request.sampling
     refused = {
-        "embeddings": request.pooling is not None,
+        "embeddings and scores": request.pooling is not None,
         "LoRA adapters": bool(request.adapter),
         "structured output": bool(sampling.grammar),
         "bad_words": bool(sampling.bad_tokens),

@@ -133,7 +133,7 @@ class LocalControl:
         deadline_s: float,
         record: CallRecord,
     ) -> Generation:
-        slo = self._slo_classes.slo_of(asked, len(plan.prompt), self._registry.nodes)
+        slo = self._slo_classes.slo_of(asked, plan.num_prompt_tokens, self._registry.nodes)
         return self._dispatcher.submit(
             plan, beginnings, slo, arrived_s=record.arrived_s, deadline_s=deadline_s, record=record
         )

@@ -47,7 +47,6 @@ class Generation:
         self._held: dict[int, inference_pb2.Chunk] = {}  # chunks with too few tokens to send, by output
         self.error: RequestError | None = None  # of `fail`
         self._waiting: asyncio.Future[None] | None = None  # of a reader in `next`
-        self.embedding = b""  # float32, little-endian, for an embedding request
 
     def push_chunk(self, index: int, chunk: inference_pb2.Chunk) -> None:
         """Queue a chunk of the output number `index`, or keep it until `stream_interval` tokens are there.

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from coordinator.api.exchange import WriteTimer
 from coordinator.api.preprocess import Call, Preprocessor
-from coordinator.api.unknown_fields import WARNING_HEADER, unknown_in_message
+from coordinator.api.unknown_fields import WARNING_HEADER, ClientRequest, unknown_in_message
 from coordinator.traces.carrier import CARRIER, carrier_of
 from protos import inference_pb2
 from protos.convert import MAX_TOKENS_HEADER, MODEL_HEADER
@@ -31,11 +31,7 @@ class InferenceService:
         self.GetLoads = status.GetLoads
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        request.request_id = request.request_id or secrets.token_hex(16)
-        CURRENT_REQUEST.set(request.request_id)
-        CARRIER.set(carrier_of(context.invocation_metadata()))
-        if warning := self._preprocessor.unknown_fields.check(unknown_in_message(request)):
-            context.set_trailing_metadata(((WARNING_HEADER, warning),))
+        self._arrived(request, context)
         # A disconnected client shows as one of several exceptions, cancellation among them.
         async with self._preprocessor.answer(request, context.time_remaining()) as call:
             await context.send_initial_metadata(self._terms(request.model, call))
@@ -52,20 +48,27 @@ class InferenceService:
         return (MODEL_HEADER, name.encode()), (MAX_TOKENS_HEADER, str(call.max_tokens))
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Any) -> inference_pb2.EmbedResponse:
+        self._arrived(request, context)
+        complete = await self._preprocessor.embed(request, context.time_remaining())
+        return inference_pb2.EmbedResponse(
+            request_id=request.request_id,
+            embedding=complete.embedding,
+            prompt_tokens=complete.prompt_tokens,
+            cached_tokens=complete.cached_tokens,
+            timeline=complete.timeline,
+        )
+
+    async def Score(self, request: inference_pb2.ScoreRequest, context: Any) -> inference_pb2.ScoreResponse:
+        self._arrived(request, context)
+        return await self._preprocessor.score(request, context.time_remaining())
+
+    def _arrived(self, request: ClientRequest, context: Any) -> None:
+        """Give the request an id if it has none, and set the warning for its unknown fields."""
         request.request_id = request.request_id or secrets.token_hex(16)
         CURRENT_REQUEST.set(request.request_id)
         CARRIER.set(carrier_of(context.invocation_metadata()))
         if warning := self._preprocessor.unknown_fields.check(unknown_in_message(request)):
             context.set_trailing_metadata(((WARNING_HEADER, warning),))
-        embedding = await self._preprocessor.embed(request, context.time_remaining())
-        complete = embedding.complete
-        return inference_pb2.EmbedResponse(
-            request_id=request.request_id,
-            embedding=embedding.vector,
-            prompt_tokens=complete.prompt_tokens,
-            cached_tokens=complete.cached_tokens,
-            timeline=complete.timeline,
-        )
 
     async def GetModelInfo(self, _request: Any, _context: Any) -> inference_pb2.GetModelInfoResponse:
         model = self._preprocessor.model

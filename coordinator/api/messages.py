@@ -62,6 +62,8 @@ def call_to_wire(
     request.tokenized.input_ids.extend(plan.prompt)
     request.sampling_params.CopyFrom(sampling_to_wire(sampling))
     request.sampling_params.n = len(plan.samplings)
+    for ending, each in zip(plan.endings, plan.samplings, strict=False):
+        call.endings.add(token_ids=ending, logprob_token_ids=each.logprob_token_ids)
     if any(so_far is not NOTHING for so_far in so_fars):
         request.so_far.extend(map(so_far_to_wire, so_fars))
     return call
@@ -85,15 +87,19 @@ def plan_from_wire(wire: api_servers_pb2.ForwardedCall) -> tuple[RequestPlan, li
     """
     request = wire.request
     sampling = sampling_from_wire(request.sampling_params, wire.grammar)
-    seeds = sequence_seeds(sampling.seed, request.sampling_params.n)
+    if wire.endings:
+        samplings = [replace(sampling, logprob_token_ids=tuple(each.logprob_token_ids)) for each in wire.endings]
+    else:
+        samplings = [replace(sampling, seed=seed) for seed in sequence_seeds(sampling.seed, request.sampling_params.n)]
     plan = RequestPlan(
         request_id=request.request_id,
         prompt=list(request.tokenized.input_ids),
         cache_salt=request.cache_salt,
-        samplings=tuple(replace(sampling, seed=seed) for seed in seeds),
+        samplings=tuple(samplings),
         text=TextOptions(),
         adapter=request.model,
         pooling=pooling_from_wire(wire.pooling) if wire.HasField("pooling") else None,
+        endings=tuple(tuple(each.token_ids) for each in wire.endings),
         num_behind=wire.num_behind,
         call_number=request.call_number,
     )
@@ -101,7 +107,7 @@ def plan_from_wire(wire: api_servers_pb2.ForwardedCall) -> tuple[RequestPlan, li
         SoFar(tuple(each.token_ids), 0, each.finish_reason, each.since_first_s, each.has_ended)
         for each in request.so_far
     ]
-    return plan, so_fars or [NOTHING] * len(seeds)
+    return plan, so_fars or [NOTHING] * len(samplings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from coordinator.api.prompts import (
     uncut_limit,
     within,
 )
+from coordinator.api.scoring import Item, check_items, plan_scores, question_of, response_of, tokenize_items
 from coordinator.api.unknown_fields import UnknownFields
 from coordinator.api.validation import (
     MAX_BAD_WORD_CHARS,
@@ -90,14 +91,6 @@ class Prepared:
     beginnings: Sequence[tuple[SoFar, AnswerText]]
     deadline_s: float
     record: CallRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Embedding:
-    """An embedding as little-endian float32 bytes, and the Complete message of its request."""
-
-    vector: bytes
-    complete: inference_pb2.Complete
 
 
 class Preprocessor:
@@ -187,7 +180,7 @@ class Preprocessor:
         terms: Terms,
         record: CallRecord,
     ) -> Prepared:
-        timeout_s = self.request_timeout_s if remaining_s is None else min(self.request_timeout_s, remaining_s)
+        timeout_s = self._timeout_s(remaining_s)
         with self.noting_refusal(record):
             check_writes(self.model.config)
             limits = self._limits_of(terms)
@@ -242,28 +235,72 @@ class Preprocessor:
                 record.failure = error.reason if isinstance(error, RequestError) else type(error).__name__
                 raise
 
-    async def embed(self, request: inference_pb2.EmbedRequest, remaining_s: float | None = None) -> Embedding:
-        """Submit a request that has an id, wait for its embedding, and return this.
+    async def embed(
+        self, request: inference_pb2.EmbedRequest, remaining_s: float | None = None
+    ) -> inference_pb2.Complete:
+        """Submit a request that has an id, wait for its end, and return its Complete message, with the embedding.
 
         `remaining_s` are the seconds left for the request (None: request_timeout_s). Raises RequestError when the
         request is refused, fails, is aborted or is late.
         """
         with self._recorded(request.request_id, "embeddings", request.model) as record:
-            generation = await self._begin_embedding(request, remaining_s, record)
-            try:
-                response = await generation.next()
-                assert response is not None, "it ends as every answer does"
-                if not generation.embedding:
-                    raise RequestError(ABORTED, f"request {request.request_id} was aborted")
-                return Embedding(generation.embedding, response.complete)
-            finally:
-                self._control.close(generation)
+            [complete] = await self._completes(await self._begin_embedding(request, remaining_s, record), 1)
+            return complete
+
+    async def score(
+        self, request: inference_pb2.ScoreRequest, remaining_s: float | None = None
+    ) -> inference_pb2.ScoreResponse:
+        """Return the response to a request that has an id, within `remaining_s` seconds. Raises RequestError."""
+        with self._recorded(request.request_id, "score", request.model) as record:
+            timeout_s = self._timeout_s(remaining_s)
+            with self.noting_refusal(record):
+                plan, items = await self._plan_scores(request, timeout_s)
+                generation = await self._begin_prefills(plan, question_of(request), timeout_s, record)
+            completes = await self._completes(generation, len(plan.samplings))
+            return response_of(request.request_id, plan, items, completes)
+
+    async def _plan_scores(
+        self, request: inference_pb2.ScoreRequest, timeout_s: float
+    ) -> tuple[RequestPlan, Sequence[Item]]:
+        check_writes(self.model.config)
+        # Nothing is decoded: neither an output token nor a decode node's pool bounds a prompt.
+        limits = replace(self.limits(), min_output_tokens=0, decode_pool_tokens=None)
+        check_input(question_of(request), limits)
+        check_items(request)
+        async with within(timeout_s, "the tokens were"):
+            prompt, items = await tokenize_items(
+                self.model.tokenizer, request, limits, self.model.answer_format.reasoning
+            )
+        return plan_scores(request, prompt, items, limits, self.max_sequences), items
+
+    async def _begin_prefills(
+        self, plan: RequestPlan, asked: GenerateRequest, timeout_s: float, record: CallRecord
+    ) -> Generation:
+        """Begin the sequences of a call that only prefills; `_completes` must follow."""
+        beginnings = [await self._beginning(plan, NOTHING, ())] * len(plan.samplings)
+        record.begun_s, record.num_prompt_tokens = time.monotonic(), plan.num_prompt_tokens
+        deadline_s = record.arrived_s + timeout_s
+        return await self._control.begin(plan, beginnings, asked, deadline_s=deadline_s, record=record)
+
+    async def _completes(self, generation: Generation, num: int) -> list[inference_pb2.Complete]:
+        """Return the ends of all `num` sequences of a call that only prefills, in order. Raises RequestError."""
+        completes: dict[int, inference_pb2.Complete] = {}
+        try:
+            while (response := await generation.next()) is not None:
+                if not response.complete.embedding:
+                    raise RequestError(ABORTED, f"request {generation.request_id} was aborted")
+                completes[response.index] = response.complete
+            return [completes[index] for index in range(num)]
+        finally:
+            self._control.close(generation)
+
+    def _timeout_s(self, remaining_s: float | None) -> float:
+        return self.request_timeout_s if remaining_s is None else min(self.request_timeout_s, remaining_s)
 
     async def _begin_embedding(
         self, request: inference_pb2.EmbedRequest, remaining_s: float | None, record: CallRecord
     ) -> Generation:
-        arrived_s = record.arrived_s
-        timeout_s = self.request_timeout_s if remaining_s is None else min(self.request_timeout_s, remaining_s)
+        timeout_s = self._timeout_s(remaining_s)
         with self.noting_refusal(record):
             embedder_of(self.model.config)
             question = as_question(request)
@@ -273,11 +310,7 @@ class Preprocessor:
             async with within(timeout_s, "the tokens were"):
                 prompt = await tokenize_cut(self.model.tokenizer, question, most_kept(request, limits), limits)
             plan = plan_embedding(request, prompt, limits, self.model.config)
-            beginning = await self._beginning(plan, NOTHING, ())
-            record.begun_s, record.num_prompt_tokens = time.monotonic(), len(prompt)
-            return await self._control.begin(
-                plan, [beginning], question, deadline_s=arrived_s + timeout_s, record=record
-            )
+            return await self._begin_prefills(plan, question, timeout_s, record)
 
     @property
     def adapters(self) -> Sequence[str]:

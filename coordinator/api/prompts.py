@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from coordinator.api.authentication import ASKER
 from coordinator.api.validation import Limits, bad, check_count, prompt_limit
@@ -30,6 +30,19 @@ async def tokenize(tokenizer: Tokenizer, request: inference_pb2.GenerateRequest,
 
 
 async def _tokenize_chat(tokenizer: Tokenizer, chat: inference_pb2.ChatInput, limit: TokenLimit) -> list[int]:
+    messages, options = _conversation(chat)
+    return await tokenizer.encode_chat(messages, limit, options, ASKER.get())
+
+
+async def tokenize_around(
+    tokenizer: Tokenizer, chat: inference_pb2.ChatInput, limit: TokenLimit
+) -> tuple[list[int], str]:
+    """Return the token ids up to the end of the last message's content, and the text behind it, as `encode_around`."""
+    messages, options = _conversation(chat)
+    return await tokenizer.encode_around(messages, limit, options, ASKER.get())
+
+
+def _conversation(chat: inference_pb2.ChatInput) -> tuple[list[dict[str, Any]], RenderOptions]:
     messages = [
         {
             "role": message.role,
@@ -47,7 +60,7 @@ async def _tokenize_chat(tokenizer: Tokenizer, chat: inference_pb2.ChatInput, li
         else not chat.continue_final_message,
         continue_final_message=chat.continue_final_message,
     )
-    return await tokenizer.encode_chat(messages, limit, options, ASKER.get())
+    return messages, options
 
 
 async def tokenize_cut(

@@ -362,9 +362,6 @@ class RemoteControl:
         for call_id in batch.begun:
             if (call := self._calls.get(call_id)) is not None:
                 self._begun(call)
-        for call_id, embedding in batch.embeddings.items():
-            if (call := self._calls.get(call_id)) is not None:
-                call.generation.embedding = embedding
         for response in batch.responses:
             if (call := self._calls.get(response.request_id)) is not None and call.is_attached:
                 self._response(response.request_id, call, response)

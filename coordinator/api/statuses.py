@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 
 from coordinator.api.exchange import read, write
 from coordinator.api.health import OPEN_METHODS
-from coordinator.api.unknown_fields import check_num_fields
+from coordinator.api.unknown_fields import check_num_fields, check_num_score_fields
 from serving_core import reasons
 from serving_core.errors import RequestError
 
@@ -29,6 +29,7 @@ Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler
 
 DOMAIN: Final = "splitserve"
 MAX_UNARY_BYTES: Final = 2**18  # of requests of unary methods; only prompts may be larger
+SCORE: Final = "/splitserve.v1.Inference/Score"
 RETRY_DELAY_S: Final = 1
 
 Code = grpc.StatusCode
@@ -130,6 +131,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         place = nullcontext if details.method in OPEN_METHODS else self._place
         behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
         check = check_num_fields if handler.response_streaming else _check_size
+        if details.method == SCORE:
+            check = check_num_score_fields
         # Registered as streams on both sides, which look the same on the wire: so reading and writing have deadlines,
         # and the place is held from the beginning.
         return grpc.stream_stream_rpc_method_handler(

@@ -9,8 +9,7 @@ from typing import Final
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from protos import inference_pb2
-from protos.inference_pb2 import GenerateRequest, SamplingParams
+from protos.inference_pb2 import EmbedRequest, GenerateRequest, SamplingParams, ScoreRequest
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM
 
@@ -46,7 +45,10 @@ class UnknownFields:
         return warning
 
 
-def unknown_in_message(request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest) -> list[str]:
+ClientRequest = GenerateRequest | EmbedRequest | ScoreRequest
+
+
+def unknown_in_message(request: ClientRequest) -> list[str]:
     """Return the unknown fields of a request and its submessages, each once.
 
     A field is named by the path of known fields and its number, since protobuf keeps only the number. At most MAX_PARTS
@@ -89,13 +91,17 @@ def _shown(name: str) -> str:
 # uninterruptible call.
 
 MAX_FIELDS: Final = 4096
+MAX_SCORE_FIELDS: Final = 2**15  # of which each label is one
 _WHOLE: Final = "request"
+_SCORES: Final = "score request"
 _PARTS: Final = {
     (within, message.DESCRIPTOR.fields_by_name[name].number): name
     for within, message, name in (
         (_WHOLE, GenerateRequest, "chat"),
         (_WHOLE, GenerateRequest, "sampling_params"),
         ("sampling_params", SamplingParams, "choice"),
+        (_SCORES, ScoreRequest, "chat"),
+        (_SCORES, ScoreRequest, "items"),
     )
 }
 
@@ -106,13 +112,22 @@ def check_num_fields(message: bytes) -> None:
     Counts the fields of the request, its chat, its sampling_params and their choice together; each list entry is a
     field. Bytes that are not protobuf are left to the parser.
     """
-    num_fields, parts = 0, [(_WHOLE, 0, len(message))]
+    _check_fields(message, _WHOLE, MAX_FIELDS)
+
+
+def check_num_score_fields(message: bytes) -> None:
+    """Raise RequestError when a ScoreRequest, with its chat and items, has more than MAX_SCORE_FIELDS fields."""
+    _check_fields(message, _SCORES, MAX_SCORE_FIELDS)
+
+
+def _check_fields(message: bytes, whole: str, most: int) -> None:
+    num_fields, parts = 0, [(whole, 0, len(message))]
     while parts:
         part, start, end = parts.pop()
         for number, value_start, value_end in _fields(message, start, end):
             num_fields += 1
-            if num_fields > MAX_FIELDS:
-                problem = f"{part} has more fields and list entries than the limit, {MAX_FIELDS}"
+            if num_fields > most:
+                problem = f"{part} has more fields and list entries than the limit, {most}"
                 raise RequestError(BAD_PARAM, problem, field=part)
             if (part, number) in _PARTS:
                 parts.append((_PARTS[part, number], value_start, value_end))

@@ -80,12 +80,18 @@ class RequestPlan:
     request_id: str
     prompt: list[int]
     cache_salt: str
-    samplings: tuple[SamplingParams, ...]  # one for each sequence; they differ only in the seed
+    samplings: tuple[SamplingParams, ...]  # one for each sequence; they differ only in seed and logprob_token_ids
     text: TextOptions
     adapter: str = ""  # LoRA adapter; empty: the base model
-    pooling: Pooling | None = None  # set when the output is an embedding
+    pooling: Pooling | None = None  # set when the request only prefills
+    endings: tuple[tuple[int, ...], ...] = ()  # of each sequence's prompt, behind `prompt`; empty: none has one
     num_behind: int = 0  # sequences that the same client call begins next, which must be admitted too
     call_number: int = 0  # a live call of this request with a lower number has broken off
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return the tokens of the prompt and of all endings."""
+        return len(self.prompt) + sum(map(len, self.endings))
 
     @property
     def is_read_whole(self) -> bool:

@@ -35,13 +35,6 @@ class Emit(NamedTuple):
     num_cached_tokens: int | None = None  # of the prompt, with the first token
 
 
-class Embedded(NamedTuple):
-    """Return the embedding of a request; its End follows."""
-
-    request_id: str
-    embedding: bytes
-
-
 class End(NamedTuple):
     """End a request with a Complete message, or with an error. There is exactly one per request."""
 
@@ -76,7 +69,7 @@ class MigrationEnded(NamedTuple):
         return self.ended_s - self.started_s
 
 
-Instruction = Send | Emit | Embedded | End | MigrationEnded
+Instruction = Send | Emit | End | MigrationEnded
 
 
 def migration_ended(

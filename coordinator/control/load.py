@@ -92,6 +92,7 @@ class Prompt:
         self._root = b""
         self._first: dict[bytes, int] = {}  # shortened hashes of the first block, by numerics id
         self._block_hashes: list[int] = []
+        self._beginning: Prompt | None = None  # a prompt that this one begins with: its blocks are hashed once
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -102,11 +103,12 @@ class Prompt:
         return hash((tuple(self.token_ids), self.cache_salt, self.adapter))
 
     def followed_by(self, token_ids: Sequence[int]) -> "Prompt":
-        """Return the prompt of a later attempt, which has these output tokens too; itself without any.
-
-        The new prompt need not be computed whole, since prompt logprobs have been returned.
-        """
-        return Prompt([*self.token_ids, *token_ids], self.cache_salt, self.adapter) if token_ids else self
+        """Return the prompt with these tokens behind it. It needs no prompt logprobs."""
+        if not token_ids:
+            return self
+        longer = Prompt([*self.token_ids, *token_ids], self.cache_salt, self.adapter)
+        longer._beginning = self
+        return longer
 
     def tokens_cached(self, node: Node) -> int:
         """Return the number of leading tokens, in whole blocks, that the node has reported as cached.
@@ -144,10 +146,12 @@ class Prompt:
     def block_hashes(self, block_size: int) -> Sequence[int]:
         """Return a number for each full block that identifies all tokens up to its end, within this process."""
         if not self._block_hashes:
-            block_hash = hash((self.cache_salt, self.adapter))
-            for start in range(0, len(self) // block_size * block_size, block_size):
+            hashes = list(self._beginning.block_hashes(block_size)) if self._beginning is not None else []
+            block_hash = hashes[-1] if hashes else hash((self.cache_salt, self.adapter))
+            for start in range(len(hashes) * block_size, len(self) // block_size * block_size, block_size):
                 block_hash = hash((block_hash, *self.token_ids[start : start + block_size]))
-                self._block_hashes.append(block_hash)
+                hashes.append(block_hash)
+            self._block_hashes = hashes
         return self._block_hashes
 
     def hashes_shared(self, block_size: int) -> Sequence[int]:

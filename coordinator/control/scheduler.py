@@ -3,7 +3,7 @@
     submit       Reserve to a decode node and Prefill to a prefill node, at the same time
     Reserved     Deliver, with the transfer descriptor, to the prefill node
     FirstToken   to the client at once; Begun to the decode node while it lacks KV
-    Embedded     the end of a request for an embedding, for which Prefill alone was sent
+    Embedded     the end of a request that only prefills, for which Prefill alone was sent
     Revoked      the decode node has revoked its credit; another Reserved follows. Begun, if the prompt is prefilled
     Committed    the decode node has all KV (Transferred is the prefill node's report of the same)
     StepTokens   to the client, strictly by index: they may come before FirstToken, over the other stream
@@ -36,7 +36,6 @@ from typing import Any, Final, NamedTuple
 from coordinator.control.admission import Admission
 from coordinator.control.instructions import (
     MAX_MESSAGE_CHARS,
-    Embedded,
     Emit,
     End,
     Instruction,
@@ -243,7 +242,7 @@ class Scheduler:
         pooling: Pooling | None = None,
         asker: str = "",
     ) -> list[Instruction]:
-        """Start a request, or resume one that an earlier call has begun; with `pooling` it is for an embedding.
+        """Start a request, or resume one that an earlier call has begun; with `pooling` it only prefills.
 
         Returns the commands that start it: none while it is deferred or waits for nodes. The time from `arrived_s`, in
         which the request was preprocessed, counts in its timeline and against its SLO. Raises RequestError, in which
@@ -660,8 +659,9 @@ class Scheduler:
         self._note_cached(request, event.num_cached_tokens)
         request.timeline.enter(Phase.PREFILL, now, ago_s=event.prefill_s)
         complete = completion(request, inference_pb2.FINISH_REASON_STOP, now)
+        complete.embedding = event.embedding
         self._learn_length(request)
-        return [Embedded(request.request_id, event.embedding), *self._end(request, complete, now)]
+        return self._end(request, complete, now)
 
     def _note_cached(self, request: Request, num_cached_tokens: int) -> None:
         request.num_cached_tokens = min(num_cached_tokens, len(request.prompt))

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -112,10 +113,28 @@ class Tokenizer:
         Conversations of the same `asker`, the name of an API key, wait for each other. Raises RequestError when the
         model has no chat template or the template refuses the input, and as `encode` does.
         """
+        text = await self._render(messages, options, asker)
+        return await self.encode(text, limit, add_special_tokens=False)  # the template wrote the special tokens already
+
+    async def encode_around(
+        self, messages: Messages, limit: TokenLimit, options: RenderOptions = USUAL, asker: str = ""
+    ) -> tuple[list[int], str]:
+        """Return the token ids of a conversation up to the end of its last message's content, and the text behind it.
+
+        Raises RequestError as `encode_chat` does, and when the template does not write that content exactly once.
+        """
+        mark = secrets.token_hex(16)
+        text = await self._render([*messages[:-1], _with_end(messages[-1], mark)], options, asker)
+        head, *tails = text.split(mark)
+        if len(tails) != 1:
+            problem = f"the chat template writes the last message {len(tails)} times, and nothing can follow it"
+            raise RequestError(BAD_PARAM, problem, field="chat")
+        return await self.encode(head, limit, add_special_tokens=False), tails[0]
+
+    async def _render(self, messages: Messages, options: RenderOptions, asker: str) -> str:
         if self._chat_template is None:
             raise RequestError(BAD_PARAM, "the model has no chat template: send text or token ids", field="chat")
-        text = await self._chat_template.render(messages, replace(options, tool_form=self._tool_form), asker)
-        return await self.encode(text, limit, add_special_tokens=False)  # the template wrote the special tokens already
+        return await self._chat_template.render(messages, replace(options, tool_form=self._tool_form), asker)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included; unknown ids have no text."""
@@ -175,6 +194,13 @@ class Tokenizer:
 
     def _tokens(self, token_ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+
+def _with_end(message: Mapping[str, str | Sequence[str]], end: str) -> dict[str, str | Sequence[str]]:
+    """Return the message with this text at the end of its content."""
+    if parts := message.get("content_parts"):
+        return {**message, "content_parts": [*parts[:-1], f"{parts[-1]}{end}"]}
+    return {**message, "content": f"{message['content']}{end}"}
 
 
 def _added_tokens(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:

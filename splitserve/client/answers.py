@@ -154,6 +154,16 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """The logprobs of the labels of each item, both in the order of the call."""
+
+    logprobs: tuple[tuple[float, ...], ...]
+    prompt_tokens: int
+    cached_tokens: int
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True)
 class Aborted:
     """The request ids that were aborted, and those that were not live."""
 
@@ -346,6 +356,11 @@ def to_model_info(message: inference_pb2.GetModelInfoResponse) -> ModelInfo:
 def to_embedding(message: inference_pb2.EmbedResponse) -> Embedding:
     vector = struct.unpack(f"<{len(message.embedding) // _FLOAT_BYTES}f", message.embedding)
     return Embedding(vector, message.prompt_tokens, message.cached_tokens, record_of(Timeline, message.timeline))
+
+
+def to_scores(message: inference_pb2.ScoreResponse) -> Scores:
+    logprobs = tuple(tuple(item.logprobs) for item in message.items)
+    return record_of(Scores, message, logprobs=logprobs, timeline=record_of(Timeline, message.timeline))
 
 
 def to_server_info(message: inference_pb2.GetServerInfoResponse) -> ServerInfo:

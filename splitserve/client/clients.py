@@ -33,11 +33,20 @@ from serving_core.net.channels import CLIENT_OPTIONS, Option
 from serving_core.net.tls import TlsFiles
 from serving_core.shapes import Shape
 from splitserve.client import answers
-from splitserve.client.answers import Aborted, Chunk, Embedding, Loads, ModelInfo, NodeLoad, ServerInfo
+from splitserve.client.answers import Aborted, Chunk, Embedding, Loads, ModelInfo, NodeLoad, Scores, ServerInfo
 from splitserve.client.dialling import Dialling
 from splitserve.client.errors import Cancelled, ClientError, from_rpc_error
 from splitserve.client.overview import Overview, to_overview
-from splitserve.client.questions import TIMEOUT_S, Prompt, Sampling, abort_request, embed_request, generate_request
+from splitserve.client.questions import (
+    TIMEOUT_S,
+    Message,
+    Prompt,
+    Sampling,
+    abort_request,
+    embed_request,
+    generate_request,
+    score_request,
+)
 from splitserve.client.resuming import Course
 
 Params = ParamSpec("Params")
@@ -189,6 +198,35 @@ class AsyncClient:
             normalize=normalize,
         )
         return answers.to_embedding(await self._call(self._inference.Embed, request))
+
+    async def score(
+        self,
+        prompt: str | Sequence[Message],
+        items: Sequence[tuple[str, Sequence[str]]],
+        *,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+        ttft_ms: float | None = None,
+        slo_class: str = "",
+        priority: int | None = None,
+    ) -> Scores:
+        """Return the logprobs of replies, the labels, for each of several items that are asked of one prompt.
+
+        An item is a text and its labels. The text is appended to the prompt: to a text, or to the content of the last
+        message of a conversation. Nothing is generated, and no other item changes a logprob.
+        """
+        request = score_request(
+            prompt,
+            items,
+            model=model,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            ttft_ms=ttft_ms,
+            slo_class=slo_class,
+            priority=priority,
+        )
+        return answers.to_scores(await self._call(self._inference.Score, request))
 
     async def abort(self, request_ids: str | Sequence[str]) -> Aborted:
         """Abort live requests by id, also those of other clients; return which were live.
@@ -354,6 +392,7 @@ class Client:
 
     generate = _iterating(AsyncClient.generate)
     embed = _blocking(AsyncClient.embed)
+    score = _blocking(AsyncClient.score)
     abort = _blocking(AsyncClient.abort)
     model_info = _blocking(AsyncClient.model_info)
     server_info = _blocking(AsyncClient.server_info)

@@ -108,6 +108,37 @@ def embed_request(
     return request
 
 
+def score_request(
+    prompt: str | Sequence[Message],
+    items: Sequence[tuple[str, Sequence[str]]],
+    *,
+    model: str,
+    request_id: str,
+    cache_salt: str,
+    ttft_ms: float | None,
+    slo_class: str,
+    priority: int | None,
+) -> inference_pb2.ScoreRequest:
+    """Return a ScoreRequest. Raises Refused for a value that protobuf cannot represent."""
+    fields = {
+        "request_id": request_id,
+        "model": model,
+        "cache_salt": cache_salt,
+        "ttft_ms": ttft_ms,
+        "slo_class": slo_class,
+        "priority": priority,
+    }
+    request = filled(inference_pb2.ScoreRequest(), fields)
+    request.items.extend(
+        filled(inference_pb2.ScoreItem(), {"text": text, "labels": _listed("labels", labels, "a list of texts")})
+        for text, labels in items
+    )
+    if isinstance(prompt, str):
+        return filled(request, {"text": prompt}, {"text": "prompt"})
+    request.chat.CopyFrom(chat_input(prompt))
+    return request
+
+
 def generate_request(
     prompt: Prompt,
     *,

@@ -11,6 +11,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from coordinator.api.http import sse
 from coordinator.api.http.errors import error_object, renamed
+from coordinator.api.http.field_types import RequestModel
 from coordinator.api.http.request_models import ChatRequest, Generating
 from coordinator.api.http.requests import ParsedRequest, parse_chat
 from coordinator.text.answer_format import PLAIN, AnswerFormat
@@ -72,7 +73,7 @@ class ApiAdapter:
 class ChatBody:
     """Build the body of a chat completion from a request of another API."""
 
-    def __init__(self, request: Generating) -> None:
+    def __init__(self, request: RequestModel) -> None:
         self.messages: list[Object] = []
         self.values: Object = {name: value for name in _SAME if (value := request.given(name)) is not None}
         self.values["messages"] = self.messages

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -23,6 +23,14 @@ from coordinator.api.http import openapi
 from coordinator.api.http.anthropic_messages import MessagesCall
 from coordinator.api.http.api_adapters import ApiAdapter, Translation
 from coordinator.api.http.body import read_json
+from coordinator.api.http.decisions import (
+    DECISION_NAMES,
+    SYSTEMONE_NAMES,
+    decisions_body,
+    parse_decisions,
+    parse_systemone,
+    systemone_body,
+)
 from coordinator.api.http.embeddings import FLOAT, check_size, embed_all, response_body
 from coordinator.api.http.errors import ANTHROPIC_PATH, on_http_exception, on_request_error, renamed
 from coordinator.api.http.field_types import RequestModel
@@ -38,17 +46,23 @@ from coordinator.api.http.middleware import (
 )
 from coordinator.api.http.openai_responses import ResponsesCall
 from coordinator.api.http.page import Page
+from coordinator.api.http.rankings import RANKING_NAMES, parse_pairs, parse_rerank, rerank_body, score_body
 from coordinator.api.http.request_models import (
     ENDPOINTS,
     BatchRequest,
     ChatRequest,
     CompletionRequest,
+    DecisionsRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
     Generating,
     MessagesRequest,
+    RerankRequest,
     ResponsesRequest,
     Scheduled,
+    ScorePairsRequest,
+    Scoring,
+    SystemOneRequest,
     TokenizeRequest,
     TokensRequest,
 )
@@ -64,6 +78,7 @@ from coordinator.api.http.requests import (
     set_limits,
 )
 from coordinator.api.http.responses import ChatFormatter, ChoiceFormatter, CompletionFormatter
+from coordinator.api.http.several import each_of
 from coordinator.api.http.tokens import TOKENS_PATH, TokensFormatter, check_renders, parse_tokens, tokens_call
 from coordinator.api.preprocess import Preprocessor
 from coordinator.api.prompts import tokenize, within
@@ -71,7 +86,7 @@ from coordinator.api.validation import bad, check_chat, check_count, check_token
 from coordinator.control.request_log import CallRecord
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.tokenizer import TokenLimit
-from protos.inference_pb2 import ChatInput, EmbedRequest, GenerateRequest
+from protos.inference_pb2 import ChatInput, EmbedRequest, GenerateRequest, ScoreRequest, ScoreResponse
 from serving_core.errors import RequestError
 from serving_core.json_fields import json_line
 from serving_core.process.telemetry import CURRENT_REQUEST
@@ -82,6 +97,7 @@ B = TypeVar("B", bound=RequestModel)
 G = TypeVar("G", bound=Generating)
 Q = TypeVar("Q", bound=Scheduled)
 R = TypeVar("R")
+S = TypeVar("S", bound=Scoring)
 
 OPENAI: Final = ApiAdapter()
 MAX_LISTED_TOKENS: Final = 2**17  # of /tokenize and /detokenize, or max_model_len, if larger
@@ -111,6 +127,10 @@ class Endpoints:
             Route(ANTHROPIC_PATH, self.messages, methods=["POST"]),
             Route(f"{ANTHROPIC_PATH}/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            Route("/v1/decisions", self.decisions, methods=["POST"]),
+            Route("/v1/systemone", self.systemone, methods=["POST"]),
+            Route("/v1/score", self.score, methods=["POST"]),
+            Route("/v1/rerank", self.rerank, methods=["POST"]),
             Route("/v1/chat/completions/batch", self.chat_batch, methods=["POST"]),
             Route(TOKENS_PATH, self.generate_tokens, methods=["POST"]),
             Route("/v1/completions/render", self.render_completions, methods=["POST"]),
@@ -245,6 +265,24 @@ class Endpoints:
         body = await asyncio.to_thread(response_body, embeddings, encoding, name)
         return Response(body, media_type="application/json")
 
+    async def decisions(self, request: Request) -> Response:
+        """Answer questions about one input with probabilities."""
+        return await self._score(request, DecisionsRequest.read, parse_decisions, decisions_body, DECISION_NAMES)
+
+    async def systemone(self, request: Request) -> Response:
+        """Answer questions about one state with probabilities, in the format of TypeSafe's System One."""
+        return await self._score(request, SystemOneRequest.read, parse_systemone, systemone_body, SYSTEMONE_NAMES)
+
+    async def score(self, request: Request) -> Response:
+        """Score how relevant documents are for queries."""
+        parse = partial(parse_pairs, template=self._preprocessor.model.tokenizer.template_words)
+        return await self._score(request, ScorePairsRequest.read, parse, score_body, RANKING_NAMES)
+
+    async def rerank(self, request: Request) -> Response:
+        """Rank documents by how relevant they are for a query."""
+        parse = partial(parse_rerank, template=self._preprocessor.model.tokenizer.template_words)
+        return await self._score(request, RerankRequest.read, parse, rerank_body, RANKING_NAMES)
+
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a prompt or a conversation."""
         body, text = await self._read(request, TokenizeRequest.read, lambda body: (body, parse_tokenize(body)))
@@ -351,6 +389,32 @@ class Endpoints:
             request_id, parsed = await self._read(request, read, convert)
             CURRENT_REQUEST.set(request_id)
         return request_id, parsed
+
+    async def _score(
+        self,
+        request: Request,
+        read: Callable[[dict[str, Any]], S],
+        parse: Callable[[S, str], Sequence[ScoreRequest]],
+        body_of: Callable[[S, Sequence[ScoreResponse], str], dict[str, Any]],
+        names: Mapping[str, str],
+    ) -> Response:
+        """Return the response that `body_of` makes of the Score requests of a call; `names` are for errors."""
+        given, drawn = request.headers.get(REQUEST_ID_HEADER), request_id_for(request.scope)
+
+        def convert(body: S) -> tuple[S, Sequence[ScoreRequest]]:
+            requests = parse(body, given or body.request_id or drawn)
+            set_limits(requests, body, request.headers)
+            return body, requests
+
+        def named(error: RequestError, _index: int) -> RequestError:
+            return renamed(error, names)
+
+        with self._preprocessor.noting_refusal(CallRecord(given or drawn, ASKER.get())):
+            body, requests = await self._read(request, read, convert)
+        work = each_of(self._preprocessor, requests, self._preprocessor.score, named)
+        responses = await unless_gone(request.receive, work)
+        name = self._preprocessor.model.name_in_responses(body.model or "")
+        return JSONResponse(await asyncio.to_thread(body_of, body, responses, name))
 
     async def _read(self, request: Request, read: Callable[[dict[str, Any]], B], parse: Callable[[B], R]) -> R:
         """Return `parse` of the body, and set the warning for its unknown fields. Raises RequestError for an invalid

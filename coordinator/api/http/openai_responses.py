@@ -161,10 +161,10 @@ def _add_items(request: ResponsesRequest, body: ChatBody) -> None:
             body.add_message("user", content=request.input)
         return
     for item in request.input:
-        _add_item(item, body)
+        add_item(item, body)
 
 
-def _add_item(item: Item, body: ChatBody) -> None:
+def add_item(item: Item, body: ChatBody) -> None:
     match item:
         case MessageItem():
             _add_message(item, body)

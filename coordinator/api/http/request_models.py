@@ -10,6 +10,7 @@ which also fills in the sampling defaults of the model's folder (coordinator/ser
 fields are `SAMPLING_RANGES` (serving_core/requests.py).
 """
 
+import json
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -40,6 +41,7 @@ from coordinator.api.http.field_types import (
     fault,
     shown,
 )
+from coordinator.api.scoring import MAX_ITEMS, MAX_LABELS
 from coordinator.api.validation import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_ANSWERS,
@@ -63,7 +65,9 @@ MAX_ARGUMENTS_CHARS: Final = 2**20  # of one tool call
 MAX_CONVERSATIONS: Final = 256
 MAX_INCLUDED: Final = 32
 MAX_INPUTS: Final = 2048  # OpenAI's
+MAX_LEVELS: Final = 10
 MAX_PROMPTS: Final = 256
+MAX_QUESTIONS: Final = 400  # OpenAI's
 MAX_TEMPLATE_KWARGS: Final = 64
 MAX_TOOLS: Final = 512
 ASSISTANT: Final = "assistant"
@@ -1009,6 +1013,191 @@ class TokensRequest(Scheduled):
     features: Annotated[Any, Refused("the prompt is token ids", {})] = None
 
 
+# ---- Decisions, scores and rankings: probabilities of replies, without text ----
+
+
+class Scoring(RequestModel):
+    """Fields of the requests that are answered with probabilities of replies."""
+
+    model: _ModelName = None
+    cache_salt: _CacheSalt = None
+    ttft_ms: float | None = Field(None, description="SLO on the time to the response")
+    slo_class: str | None = Field(None, description="SLO class, of those that the operator has set")
+    priority: _Priority = None
+    request_id: _RequestId = None
+    user: Annotated[Any, _ANYBODY] = None
+    safety_identifier: Annotated[Any, _ANYBODY] = None
+
+
+def _as_text(value: Any) -> Any:
+    """Return a part of JSON as a part of text, any other value as it is."""
+    if not isinstance(value, dict) or value.get("type") != "input_json":
+        return value
+    data = value.get("data")
+    if not isinstance(data, dict) and not (isinstance(data, list) and all(isinstance(each, dict) for each in data)):
+        raise fault("must have data: an object or a list of objects")
+    return {"type": "input_text", "text": json_text(data)}
+
+
+def _as_item(value: Any) -> Any:
+    """Return an item of a decision's input as an item of a response's input; a custom tool is a function."""
+    value = _with_type(value)
+    if not isinstance(value, dict):
+        return value
+    kind = value["type"]
+    if kind == "custom_tool_call":
+        return {**value, "type": "function_call", "input": None, "arguments": json_text({"input": value.get("input")})}
+    field = "content" if kind == "message" else "output"
+    parts = value.get(field)
+    if isinstance(parts, list):
+        value = {**value, field: list(map(_as_text, parts))}
+    return {**value, "type": "function_call_output"} if kind == "custom_tool_call_output" else value
+
+
+def json_text(value: Any) -> str:
+    """Return JSON as the model reads it. Raises the error of a validator for a value that JSON cannot have."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()
+    except (RecursionError, UnicodeEncodeError) as error:
+        raise fault("is nested too deeply, or has strings that are no valid Unicode") from error
+    return text
+
+
+DecisionItem = Annotated[
+    MessageItem | FunctionCallItem | FunctionOutputItem, Field(discriminator="type"), BeforeValidator(_as_item)
+]
+QuestionText = Annotated[
+    Annotated[str, Tag(TEXT)]
+    | Annotated[list[Annotated[TextPart, BeforeValidator(_as_text)]], Field(max_length=MAX_PARTS), Tag(LIST)],
+    _CONTENT,
+]
+
+
+class _Question(Model):
+    instructions: QuestionText
+    name: str | None = None
+
+
+class Predicate(_Question):
+    type: Literal["predicate"]
+
+
+class ChoiceOption(Model):
+    value: str | bool
+    description: str | None = None
+
+
+class ChoiceQuestion(_Question):
+    type: Literal["choice"]
+    choices: list[ChoiceOption] = Field(min_length=2, max_length=MAX_LABELS)
+
+    @field_validator("choices")
+    @classmethod
+    def _check_choices(cls, value: list[ChoiceOption]) -> list[ChoiceOption]:
+        if len({(type(each.value), each.value) for each in value}) < len(value):
+            raise fault("has a value twice")
+        return value
+
+
+class ScoreLevel(Model):
+    label: str
+    description: str | None = None
+
+
+class ScoreQuestion(_Question):
+    type: Literal["score"]
+    levels: list[ScoreLevel] = Field(min_length=2, max_length=MAX_LEVELS)
+
+
+Question = Annotated[Predicate | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]
+
+
+class DecisionsRequest(Scoring):
+    """A call of /v1/decisions."""
+
+    input: Annotated[
+        Annotated[str, Tag(TEXT)] | Annotated[list[DecisionItem], Field(max_length=MAX_MESSAGES), Tag(LIST)],
+        by_json_type("a string, or a list of items"),
+    ] = Field(description="what the questions are about")
+    questions: list[Question] = Field(min_length=1, max_length=MAX_QUESTIONS)
+    prompt_cache_key: Annotated[Any, _CACHED] = None
+    prompt_cache_options: Annotated[Any, _CACHED] = None
+
+
+class Noul(Model):
+    type: Literal["noul"]
+    instructions: Any = None
+    criteria: dict[Literal["true", "false"], Any] | None = None
+
+
+class SystemOneChoice(Model):
+    type: Literal["choice"]
+    instructions: Any = None
+    criteria: dict[str, Any] = Field(min_length=2, max_length=MAX_LABELS)
+
+
+class SystemOneScore(Model):
+    type: Literal["score"]
+    instructions: Any = None
+    criteria: list[Any] = Field(min_length=2, max_length=MAX_LEVELS)
+
+
+SystemOneQuestion = Annotated[Noul | SystemOneChoice | SystemOneScore, Field(discriminator="type")]
+
+
+class SystemOneRequest(Scoring):
+    """A call of /v1/systemone."""
+
+    state: Any = Field(description="what the questions are about: text or JSON")
+    questions: dict[str, SystemOneQuestion] = Field(min_length=1, max_length=MAX_QUESTIONS, description="by name")
+    instructions: str | None = Field(None, description="a system message before the state")
+    chat_template_kwargs: _TemplateVariables = None
+    decision_template: Annotated[Any, Refused("templates are the operator's (--chat-template)")] = None
+    seed: Annotated[Any, Ignored("nothing is drawn")] = None
+
+
+class _Ranking(Scoring):
+    """Fields of scores and rankings."""
+
+    instruction: str | None = Field(None, description="what makes a document relevant, for the model")
+    chat_template_kwargs: _TemplateVariables = None
+    mm_processor_kwargs: Annotated[Any, _TEXT_ONLY] = None
+    max_tokens_per_doc: Annotated[Any, Refused("send what is to be read")] = None
+    truncate_prompt_tokens: Annotated[Any, Refused("send what is to be read")] = None
+    truncation_side: Annotated[Any, Refused("send what is to be read")] = None
+    use_activation: Annotated[Any, Refused("scores are probabilities", True)] = None
+    activation: Annotated[Any, Refused("scores are probabilities", True)] = None
+    softmax: Annotated[Any, Refused("scores are probabilities", True)] = None
+
+
+_Scored = Annotated[
+    Annotated[str, Tag(TEXT)]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), Tag(LIST)],
+    by_json_type("a string or a list of strings"),
+]
+
+
+class ScorePairsRequest(_Ranking):
+    """A call of /v1/score."""
+
+    text_1: _Scored | None = Field(None, description="queries; one for all documents, or one for each")
+    text_2: _Scored | None = Field(None, description="documents")
+    queries: _Scored | None = Field(None, description="newer name of text_1")
+    documents: _Scored | None = Field(None, description="newer name of text_2")
+    data_1: Annotated[Any, Refused("it is text_1")] = None
+    data_2: Annotated[Any, Refused("it is text_2")] = None
+
+
+class RerankRequest(_Ranking):
+    """A call of /v1/rerank."""
+
+    query: str
+    documents: list[str] = Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
+    top_n: int | None = Field(None, ge=0, le=2**31 - 1, description="default, and 0: all")
+    return_documents: bool | None = Field(None, description="default true")
+
+
 ENDPOINTS: Final[dict[str, type[RequestModel]]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
@@ -1016,6 +1205,10 @@ ENDPOINTS: Final[dict[str, type[RequestModel]]] = {
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/embeddings": EmbeddingsRequest,
+    "/v1/decisions": DecisionsRequest,
+    "/v1/systemone": SystemOneRequest,
+    "/v1/score": ScorePairsRequest,
+    "/v1/rerank": RerankRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/inference/v1/generate": TokensRequest,

@@ -25,6 +25,7 @@ from coordinator.api.http.request_models import (
     RefusalPart,
     ResponseFormat,
     Scheduled,
+    Scoring,
     StructuredOutputs,
     TemplateFields,
     TextPart,
@@ -52,6 +53,7 @@ from protos.inference_pb2 import (
     EmbedRequest,
     GenerateRequest,
     SamplingParams,
+    ScoreRequest,
     TokenizedInput,
 )
 from serving_core.errors import RequestError
@@ -493,20 +495,20 @@ _INTEGER: Final = re.compile(r"-?[0-9]{1,9}")
 
 
 def set_limits(
-    requests: Sequence[GenerateRequest],
-    request: Scheduled,
+    requests: Sequence[GenerateRequest | ScoreRequest],
+    request: Scheduled | Scoring,
     headers: Mapping[str, str],
     slo_classes: Collection[str] = (),
 ) -> dict[str, str]:
-    """Set SLO, class and priority in all requests of a call; the body overrides headers.
+    """Set SLO, class and priority in all requests of a call, those that its endpoint has; the body overrides headers.
 
     A service tier that is one of the operator's SLO classes is the class of a request that names none. Returns the
     headers that were used, by field. Raises RequestError.
     """
-    values = {name: getattr(request, name) for name in _HEADERS}
-    taken = {name: header for name, header in _HEADERS.items() if values[name] is None and header in headers}
+    values = {name: getattr(request, name) for name in _HEADERS if name in type(request).model_fields}
+    taken = {name: _HEADERS[name] for name in values if values[name] is None and _HEADERS[name] in headers}
     values |= {name: _read(name, header, headers[header]) for name, header in taken.items()}
-    if values["slo_class"] is None and request.service_tier in slo_classes:
+    if isinstance(request, Scheduled) and values["slo_class"] is None and request.service_tier in slo_classes:
         values["slo_class"] = request.service_tier
     for name, value in values.items():
         for each in requests if value is not None else ():

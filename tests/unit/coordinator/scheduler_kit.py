@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from coordinator.control.instructions import Embedded, Emit, End, MigrationEnded, Send
+from coordinator.control.instructions import Emit, End, MigrationEnded, Send
 from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
 from coordinator.control.nodes import Registry
@@ -120,8 +120,6 @@ class World:
                 return f"{kind} {node.name}"
             case Emit(_, tokens):
                 return "emit " + " ".join(f"{token.index}:{token.token_id}" for token in tokens)
-            case Embedded(_, embedding):
-                return f"embedded {embedding.decode()}"
             case MigrationEnded():
                 self.migrations.append(instruction)
                 return instruction.outcome.value

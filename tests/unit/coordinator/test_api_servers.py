@@ -178,14 +178,12 @@ def test_a_call_is_told_whole_in_one_batch(link):
     output, other = outputs_of(link)
     link.begun("5")
     output.add(sampled(8, 9), 0)
-    output.generation.embedding = b"1234"
-    output.end(inference_pb2.Complete(completion_tokens=2))
+    output.end(inference_pb2.Complete(completion_tokens=2, embedding=b"1234"))
     other.generation.fail(RequestError(DRAINING, "going", field="x"))
     batch = next_batch(link)
     assert list(batch.begun) == ["5"]
     assert told(batch) == [("5", 0, 0, [8, 9])]
-    assert batch.responses[-1].complete == inference_pb2.Complete(completion_tokens=2)
-    assert dict(batch.embeddings) == {"5": b"1234"}
+    assert batch.responses[-1].complete == inference_pb2.Complete(completion_tokens=2, embedding=b"1234")
     error = api_servers_pb2.CallError(reason=DRAINING, message="going", metadata={"field": "x"})
     assert list(batch.failed) == [api_servers_pb2.FailedCall(id="5", error=error)]
 

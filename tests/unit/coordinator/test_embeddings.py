@@ -8,8 +8,9 @@ import struct
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.api.http.embeddings import MAX_AT_ONCE, MAX_NUMBERS
+from coordinator.api.http.embeddings import MAX_NUMBERS
 from coordinator.api.http.request_models import MAX_INPUTS, EmbeddingsRequest
+from coordinator.api.http.several import MAX_AT_ONCE
 from coordinator.api.preprocess import pooling_of
 from protos.inference_pb2 import AbortRequest, EmbedRequest
 from serving_core.errors import RequestError
@@ -34,8 +35,9 @@ def test_one_node_reads_and_its_word_is_the_end():
     assert (list(job.token_ids), job.pooling.kind, job.pooling.normalizes) == (PROMPT, LAST, True)
     assert world.account("p0") == (3, 0, 0, 0)
     event = events.embedded(world.attempt, b"vector", prefill_s=0.5, num_cached_tokens=2)
-    assert world.tell("p0", event, now=2.0) == ["embedded vector", "end complete"]
+    assert world.tell("p0", event, now=2.0) == ["end complete"]
     complete = world.outcome
+    assert complete.embedding == b"vector"
     assert (complete.prompt_tokens, complete.completion_tokens, complete.cached_tokens) == (3, 0, 2)
     told = complete.timeline
     assert (told.prefill_node, told.decode_node, told.prefill_queue_s, told.prefill_s) == ("p0", "", 1.5, 0.5)
@@ -71,7 +73,7 @@ def test_another_node_reads_it_when_the_first_does_not(how):
         assert world.tell(one, events.failed(world.attempt, "QUEUE_FULL")) == [f"prefill {other}"]
     else:
         assert world.drain(one, 1.0) == [f"cancel {one}", f"prefill {other}"]
-    assert world.tell(other, events.embedded(world.attempt, b"v")) == ["embedded v", "end complete"]
+    assert world.tell(other, events.embedded(world.attempt, b"v")) == ["end complete"]
     world.ledger.check_integrity()
 
 

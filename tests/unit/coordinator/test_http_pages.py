@@ -172,7 +172,7 @@ async def test_the_servers_own_page_may_call_it_under_an_address_and_localhost(c
         ("/v1/completions/", "/v1/completions"),
         ("/v1/tokenize", "/tokenize"),
         ("/v1", ""),
-        ("/v1/rerank", ""),
+        ("/v1/audio", ""),
     ],
 )
 @in_module_loop

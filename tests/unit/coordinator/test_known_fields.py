@@ -11,18 +11,24 @@ from hypothesis import strategies as st
 
 from coordinator.api.http.anthropic_messages import MessagesCall
 from coordinator.api.http.app import Endpoints
+from coordinator.api.http.decisions import parse_decisions, parse_systemone
 from coordinator.api.http.field_types import Ignored, Refused
 from coordinator.api.http.openai_responses import ResponsesCall
 from coordinator.api.http.openapi import document, page
+from coordinator.api.http.rankings import parse_pairs, parse_rerank
 from coordinator.api.http.request_models import (
     ENDPOINTS,
     BatchRequest,
     ChatRequest,
     CompletionRequest,
+    DecisionsRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
     MessagesRequest,
+    RerankRequest,
     ResponsesRequest,
+    ScorePairsRequest,
+    SystemOneRequest,
     TokenizeRequest,
     TokensRequest,
     TokensSampling,
@@ -33,6 +39,8 @@ from serving_core.errors import RequestError
 from tests import field_table
 
 TURNS = [{"role": "user", "content": "c"}]
+PREDICATE = {"type": "predicate", "instructions": "i"}
+NOUL = {"type": "noul", "instructions": "i"}
 BODIES: dict[type, dict[str, Any]] = {
     CompletionRequest: {"prompt": "p"},
     ChatRequest: {"messages": TURNS},
@@ -40,6 +48,10 @@ BODIES: dict[type, dict[str, Any]] = {
     ResponsesRequest: {"input": "c"},
     MessagesRequest: {"messages": TURNS},
     EmbeddingsRequest: {"input": "p"},
+    DecisionsRequest: {"input": "c", "questions": [PREDICATE]},
+    SystemOneRequest: {"state": "c", "questions": {"q": NOUL}},
+    ScorePairsRequest: {"text_1": "q", "text_2": ["d"]},
+    RerankRequest: {"query": "q", "documents": ["d"]},
     TokenizeRequest: {"messages": TURNS},
     DetokenizeRequest: {"tokens": [1]},
     TokensRequest: {"token_ids": [1], "sampling_params": {}},
@@ -51,6 +63,10 @@ PARSERS = {
     ResponsesRequest: lambda request: ResponsesCall().parse(request, "id"),
     MessagesRequest: lambda request: MessagesCall().parse(request, "id"),
     EmbeddingsRequest: lambda request: embed_requests(request, "id"),
+    DecisionsRequest: lambda request: parse_decisions(request, "id"),
+    SystemOneRequest: lambda request: parse_systemone(request, "id"),
+    ScorePairsRequest: lambda request: parse_pairs(request, "id", ""),
+    RerankRequest: lambda request: parse_rerank(request, "id", ""),
     TokenizeRequest: parse_tokenize,
     DetokenizeRequest: lambda request: request.tokens,
     TokensRequest: lambda request: parse_tokens(request, "id"),
@@ -83,6 +99,9 @@ prompt_logprob_start logprob_token_ids flat_logprobs detokenize skip_special_tok
 include_stop_str_in_output output_kind stream_interval skip_clone structured_outputs logit_bias allowed_token_ids
 extra_args bad_words skip_reading_prefix_cache thinking_token_budget repetition_detection routed_experts_prompt_start
 trace_decode_token_ids"""
+VLLM_DECISIONS = "input questions model safety_identifier"
+VLLM_SYSTEMONE = "model state questions instructions decision_template chat_template_kwargs seed priority request_id"
+VLLM_RANKINGS = "model truncate_prompt_tokens mm_processor_kwargs priority softmax activation use_activation"
 VLLM_BATCH = f"{VLLM_CHAT} best_of early_stopping guided_decoding_backend"
 
 
@@ -91,6 +110,7 @@ def fields_of_others():
     """Return the names of OpenAI's and vLLM's fields by model. Anthropic's are in test_anthropic_messages.py."""
     from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
     from openai.types.completion_create_params import CompletionCreateParamsStreaming as CompletionParams
+    from openai.types.decision_create_params import DecisionCreateParams
     from openai.types.embedding_create_params import EmbeddingCreateParams
     from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as ResponseParams
 
@@ -101,6 +121,10 @@ def fields_of_others():
         BatchRequest: {*ChatParams.__annotations__, *VLLM_BATCH.split()},
         ResponsesRequest: {*ResponseParams.__annotations__, *VLLM_RESPONSES.split()},
         EmbeddingsRequest: {*EmbeddingCreateParams.__annotations__, *VLLM_EMBEDDINGS.split()},
+        DecisionsRequest: {*DecisionCreateParams.__annotations__, *VLLM_DECISIONS.split()},
+        SystemOneRequest: set(VLLM_SYSTEMONE.split()),
+        ScorePairsRequest: {*VLLM_RANKINGS.split(), "text_1", "text_2", "queries", "documents", "data_1", "data_2"},
+        RerankRequest: {*VLLM_RANKINGS.split(), "query", "documents", "top_n"},
         TokenizeRequest: set(tokenize.split()),
         DetokenizeRequest: {"model", "tokens"},
         TokensRequest: set(VLLM_TOKENS.split()),

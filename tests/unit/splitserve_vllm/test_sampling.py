@@ -66,7 +66,7 @@ def test_the_end_of_a_text_is_no_end_where_it_is_ignored():
 @pytest.mark.parametrize(
     ("asked", "name"),
     [
-        ({"pooling": Pooling("mean")}, "embeddings"),
+        ({"pooling": Pooling("mean")}, "embeddings and scores"),
         ({"adapter": "a"}, "LoRA adapters"),
         ({"grammar": "g"}, "structured output"),
         ({"bad_tokens": ((1,),)}, "bad_words"),
