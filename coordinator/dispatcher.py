@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from coordinator.api.generation import Generation
 from coordinator.api.validation import RequestPlan
+from coordinator.control.adapters import FleetAdapters
 from coordinator.control.instructions import (
     MAX_MESSAGE_CHARS,
     Emit,
@@ -113,6 +114,8 @@ class Dispatcher:
         self._scheduler = scheduler
         self._roles = roles
         self._request_log = request_log
+        self._adapters = FleetAdapters(registry, scheduler.num_using)
+        self._adapters_changed = asyncio.Event()
         self._kinds = Kinds()
         self._links: dict[Node, NodeLink] = {}
         self._calls: dict[str, _OpenCall] = {}  # by request id
@@ -181,6 +184,10 @@ class Dispatcher:
         if event.HasField("cache_changed"):
             self._cache_changed(node, event.cache_changed)
             return
+        if event.HasField("adapter_changed"):
+            self._apply(self._adapters.changed(node, event.adapter_changed, now))
+            self._note_adapters()
+            return
         if event.HasField("failed"):
             if not event.failed.attempt.request_id:
                 self._shape_refused(node, event.failed)
@@ -231,6 +238,28 @@ class Dispatcher:
             self.nodes_changed.set()
         self._reshape(instructions)
         return node, shape
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter on every node, and return when requests may name it. Raise RequestError."""
+        self._apply(self._adapters.load(name, folder, time.monotonic()))
+        while self._adapters.is_loading(name):
+            self._adapters_changed.clear()
+            await self._adapters_changed.wait()
+        if (error := self._adapters.outcome(name)) is not None:
+            raise error
+
+    def unload_adapter(self, name: str) -> int:
+        """Keep requests from naming a LoRA adapter, and return the number of those that still run with it. Nodes unload
+        it when they have ended. Raise RequestError."""
+        self._apply(self._adapters.unload(name, time.monotonic()))
+        self._note_adapters()
+        num_live = self._scheduler.num_using(name)
+        logger.info("adapter %s is unloaded, and %d requests still run with it", name, num_live)
+        return num_live
+
+    def _note_adapters(self) -> None:
+        self._adapters_changed.set()
+        self.nodes_changed.set()
 
     async def settled(self, node: Node) -> None:
         """Wait until the node has confirmed or refused the requested shape, is lost, or is late (CONFIRM_S).
@@ -448,6 +477,8 @@ class Dispatcher:
         for node, cause, why in self._registry.expired(now):
             self._apply(self._lose(node, cause, why))
         self._apply(self._scheduler.tick(now))
+        self._apply(self._adapters.tick(now))
+        self._adapters_changed.set()  # a load may have expired
         self._reshape(self._roles.tick(now))
         self._shapes_changed.set()  # a requested shape may have expired
 

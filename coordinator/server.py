@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2_grpc
 
 from coordinator.api.admin_service import AdminService, StatusService
@@ -116,7 +117,7 @@ class CoordinatorServer:
         self._control = LocalControl(
             self._registry, self._dispatcher, self._request_log, SloClasses(slo_classes), self._traces
         )
-        self._status, self._admin = self._status_service(), AdminService(self._dispatcher, self._overview)
+        self._status, self._admin = self._status_service(), self._admin_service()
         self._api_servers = ApiServerService(
             self._registry,
             self._dispatcher,
@@ -214,8 +215,18 @@ class CoordinatorServer:
         async def overview(after: int | None) -> inference_pb2.Overview:
             return self._overview.to_wire(time.monotonic(), after=after)
 
+        async def change_adapters(method: str, request: Message) -> None:
+            await getattr(self._admin, method)(request, None)
+
         behind = Behind(
-            self._control, self._status, self._admin, metrics, overview, self._http_counts.ended, self._sheds
+            self._control,
+            self._status,
+            self._admin,
+            metrics,
+            overview,
+            change_adapters,
+            self._http_counts.ended,
+            self._sheds,
         )
         return PublicApi(self._settings, self._model, behind, self._tls, self._health)
 
@@ -240,6 +251,12 @@ class CoordinatorServer:
             self._http_counts,
             self._api_servers.figures,
             self._sheds,
+        )
+
+    def _admin_service(self) -> AdminService:
+        has_admin_key = bool(self._settings.admin_key)
+        return AdminService(
+            self._dispatcher, self._overview, lambda: self._api_servers.tell(), has_admin_key=has_admin_key
         )
 
     def _status_service(self) -> StatusService:

@@ -305,6 +305,10 @@ class Stepper(Generic[P, R]):
         finally:
             self._started_at = None
 
+    async def aside(self, compute: Callable[[], T]) -> T:
+        """Run `compute`, which has to be short, in the engine's thread, behind the steps that it runs already."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, compute)
+
     @property
     def step_s(self) -> float:
         """Return the median seconds of the last NUM_RECENT_STEPS successful steps; 0 before the first."""

@@ -45,6 +45,16 @@ class AdminStub:
                 request_serializer=protos_dot_inference__pb2.DrainRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.DrainProgress.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/splitserve.v1.Admin/LoadAdapter',
+                request_serializer=protos_dot_inference__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/splitserve.v1.Admin/UnloadAdapter',
+                request_serializer=protos_dot_inference__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.GetOverview = channel.unary_unary(
                 '/splitserve.v1.Admin/GetOverview',
                 request_serializer=protos_dot_inference__pb2.GetOverviewRequest.SerializeToString,
@@ -70,6 +80,20 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads a LoRA adapter on every node, and returns when requests may name it. Needs --admin-key, and --lora-root of nodes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Unloads a LoRA adapter: from now on no request may name it. Requests that run with it finish first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetOverview(self, request, context):
         """Returns the state of the cluster: nodes, live requests by phase, times against SLOs, and the history of the latest
         requests, without any text of prompts or outputs.
@@ -90,6 +114,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=protos_dot_inference__pb2.DrainRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.DrainProgress.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=protos_dot_inference__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=protos_dot_inference__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'GetOverview': grpc.unary_unary_rpc_method_handler(
                     servicer.GetOverview,
@@ -152,6 +186,60 @@ class Admin:
             '/splitserve.v1.Admin/Drain',
             protos_dot_inference__pb2.DrainRequest.SerializeToString,
             protos_dot_inference__pb2.DrainProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.Admin/LoadAdapter',
+            protos_dot_inference__pb2.LoadAdapterRequest.SerializeToString,
+            protos_dot_inference__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.Admin/UnloadAdapter',
+            protos_dot_inference__pb2.UnloadAdapterRequest.SerializeToString,
+            protos_dot_inference__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,3 +1,4 @@
+from protos import fleet_pb2 as _fleet_pb2
 from protos import inference_pb2 as _inference_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -8,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RankCommand(_message.Message):
-    __slots__ = ("step", "credit", "send", "finish_send", "cancel_transfer", "stop", "send_more", "admit", "offload", "load_blocks", "cancel_load")
+    __slots__ = ("step", "credit", "send", "finish_send", "cancel_transfer", "stop", "send_more", "admit", "offload", "load_blocks", "cancel_load", "load_adapter", "unload_adapter")
     STEP_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     SEND_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +21,8 @@ class RankCommand(_message.Message):
     OFFLOAD_FIELD_NUMBER: _ClassVar[int]
     LOAD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CANCEL_LOAD_FIELD_NUMBER: _ClassVar[int]
+    LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     step: StepPlan
     credit: Credit
     send: Send
@@ -31,23 +34,27 @@ class RankCommand(_message.Message):
     offload: Offload
     load_blocks: LoadBlocks
     cancel_load: CancelLoad
-    def __init__(self, step: _Optional[_Union[StepPlan, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., finish_send: _Optional[_Union[FinishSend, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., send_more: _Optional[_Union[SendMore, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., offload: _Optional[_Union[Offload, _Mapping]] = ..., load_blocks: _Optional[_Union[LoadBlocks, _Mapping]] = ..., cancel_load: _Optional[_Union[CancelLoad, _Mapping]] = ...) -> None: ...
+    load_adapter: _fleet_pb2.LoadAdapter
+    unload_adapter: _fleet_pb2.UnloadAdapter
+    def __init__(self, step: _Optional[_Union[StepPlan, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., finish_send: _Optional[_Union[FinishSend, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., send_more: _Optional[_Union[SendMore, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., offload: _Optional[_Union[Offload, _Mapping]] = ..., load_blocks: _Optional[_Union[LoadBlocks, _Mapping]] = ..., cancel_load: _Optional[_Union[CancelLoad, _Mapping]] = ..., load_adapter: _Optional[_Union[_fleet_pb2.LoadAdapter, _Mapping]] = ..., unload_adapter: _Optional[_Union[_fleet_pb2.UnloadAdapter, _Mapping]] = ...) -> None: ...
 
 class RankEvent(_message.Message):
-    __slots__ = ("hello", "load", "credited", "transfer_ended", "caught_up", "loaded")
+    __slots__ = ("hello", "load", "credited", "transfer_ended", "caught_up", "loaded", "adapter_changed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     CREDITED_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ENDED_FIELD_NUMBER: _ClassVar[int]
     CAUGHT_UP_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_CHANGED_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     load: _inference_pb2.RankLoad
     credited: Credited
     transfer_ended: TransferEnded
     caught_up: CaughtUp
     loaded: Loaded
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., load: _Optional[_Union[_inference_pb2.RankLoad, _Mapping]] = ..., credited: _Optional[_Union[Credited, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., caught_up: _Optional[_Union[CaughtUp, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ...) -> None: ...
+    adapter_changed: _fleet_pb2.AdapterChanged
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., load: _Optional[_Union[_inference_pb2.RankLoad, _Mapping]] = ..., credited: _Optional[_Union[Credited, _Mapping]] = ..., transfer_ended: _Optional[_Union[TransferEnded, _Mapping]] = ..., caught_up: _Optional[_Union[CaughtUp, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., adapter_changed: _Optional[_Union[_fleet_pb2.AdapterChanged, _Mapping]] = ...) -> None: ...
 
 class StepPlan(_message.Message):
     __slots__ = ("shares",)

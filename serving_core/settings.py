@@ -55,6 +55,10 @@ class EngineSettings:
         "Load this LoRA adapter, which requests select as a model: NAME=FOLDER, in PEFT's format, the "
         "same on all nodes. May be repeated.",
     )
+    lora_root: str = flag(
+        "",
+        "Folder of LoRA adapters that may be loaded while the node serves (POST /v1/load_lora_adapter); empty: none.",
+    )
     weights_memory_bytes: int = flag(
         0,
         "Keep at most this much of each rank's weights in memory, such as 8GiB; further layers are read "

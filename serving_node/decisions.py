@@ -33,6 +33,21 @@ class CompileGrammar:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Load a LoRA adapter from a folder on every rank, and report AdapterChanged."""
+
+    name: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Unload a LoRA adapter that no request of the node uses, and report AdapterChanged."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Receive:
     """Open the request's first `num_blocks` blocks to the node that has its KV.
 
@@ -141,6 +156,8 @@ Decision = (
     Report
     | SendHeartbeat
     | CompileGrammar
+    | LoadAdapter
+    | UnloadAdapter
     | Receive
     | Send
     | SendMore

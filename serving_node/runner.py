@@ -23,6 +23,7 @@ from serving_core.node.requests import Key, NodeRequests
 from serving_core.process.memory import resident_bytes
 from serving_core.shapes import preset
 from serving_core.tasks import first_to_end
+from serving_node.adapters import NodeAdapters
 from serving_node.distributed_kv.ends import RemoteKVEnds, tile_tokens
 from serving_node.distributed_kv.holder import most_hosted_tokens
 from serving_node.grammar_compiler import GrammarCompiler
@@ -116,6 +117,14 @@ class NodeRunner:
         self._stepping = Stepping(
             engine, worker, self._transfers, followers, drafter, stuck_exit_s=settings.stuck_exit_s
         )
+        worker.adapters = self._adapters = NodeAdapters(
+            engine,
+            self._stepping.aside,
+            followers,
+            self._fingerprint,
+            settings.engine.lora_root,
+            report=lambda changed: link.send(adapter_changed=changed),
+        )
         self._idle = asyncio.Event()
         self._idle.set()
         self._alarm: Alarm | None = None
@@ -152,6 +161,7 @@ class NodeRunner:
             kv_keys=self._transfers.keys,
             num_tier_blocks=self._num_tier_blocks,
             remote_kvs=self._remote_kv_offer(),
+            adapter_folders=self._adapters.folders,
         )
 
     def _remote_kv_offer(self) -> fleet_pb2.HolderOffer | None:
@@ -298,7 +308,7 @@ class NodeRunner:
         self._worker.carry_out()
         warming = asyncio.create_task(self._warm_up())
         try:
-            await first_to_end(self._stepping.run(), self._followers.watch())
+            await first_to_end(self._stepping.run(), self._followers.watch(), self._adapters.run())
         finally:
             warming.cancel()
             self._alarm.set(None)

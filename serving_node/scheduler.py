@@ -26,7 +26,7 @@ from serving_core.node.tiers import TierIndex
 from serving_core.requests import Guide, Request, SampledToken, Work, has_drafts, take_each, would_end
 from serving_core.shapes import Shape, check_shape, role_of
 from serving_node.admission import Admission, Arrivals
-from serving_node.decisions import CompileGrammar, Decisions, SendHeartbeat
+from serving_node.decisions import CompileGrammar, Decisions, LoadAdapter, SendHeartbeat, UnloadAdapter
 from serving_node.distributed_kv.source import DistributedKV, Opened
 from serving_node.kv_offload import NO_OFFLOAD, KVOffload, OffloadPlan
 from serving_node.migration import Migrations
@@ -269,12 +269,22 @@ class NodeScheduler:
                 self._begun(command.begun.attempt, now)
             case "cancel":
                 self._cancel(command.cancel.attempt)
+            case _:
+                self._handle_own(command)
+        self._admit()
+
+    def _handle_own(self, command: fleet_pb2.NodeCommand) -> None:
+        """Carry out a command about the node instead of a request."""
+        match command.WhichOneof("command"):
             case "reshape":
                 self._reshape(command)
+            case "load_adapter":
+                self.decisions.add(LoadAdapter(command.load_adapter.name, command.load_adapter.folder))
+            case "unload_adapter":
+                self._unload_adapter(command.unload_adapter.name)
             case other:
                 message = f"the node does not know the command {other or 'that it was sent'}"
                 self.refuse(command.attempt, RequestError(reasons.PAIRING_MISMATCH, message))
-        self._admit()
 
     def _reshape(self, command: fleet_pb2.NodeCommand) -> None:
         limits, shape = self._limits, convert.shape_from_wire(command.reshape.shape)
@@ -287,6 +297,14 @@ class NodeScheduler:
             if not command.reshape.is_temporary:
                 self._home = shape
         self.decisions.add(SendHeartbeat())
+
+    def _unload_adapter(self, name: str) -> None:
+        """Unload an adapter, unless requests use it: the coordinator orders it again."""
+        if num := sum(each.request.adapter == name for each in self._node_requests):
+            error = f"{num} requests use the adapter"
+            self.decisions.report(adapter_changed=fleet_pb2.AdapterChanged(name=name, error=error))
+        else:
+            self.decisions.add(UnloadAdapter(name))
 
     def _take(self, shape: Shape) -> None:
         """Set the role. A role without running slots or prompt tokens still serves with the node's own limits."""

@@ -25,6 +25,7 @@ from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from serving_core.shapes import PREFILL
 from serving_core.units import size_of
+from serving_node.adapters import FollowerAdapters
 from serving_node.draft_model import draft_bytes, draft_engine
 from serving_node.health import FOLLOWER_STATES, health_port, node_states
 from serving_node.kv_offload import NO_OFFLOAD, OffloadPlan
@@ -146,7 +147,8 @@ async def _follow(
         settings.overlap_min_tokens,
         may_lag=settings.engine.pipeline_parallel_size > 1,
     )
-    await Follower(leader, stepper, transfers, store).run()
+    adapters = FollowerAdapters(engine, stepper.aside, leader, settings.engine.lora_root)
+    await Follower(leader, stepper, transfers, store, adapters).run()
 
 
 def _ends(settings: NodeSettings, engine: Engine, device: torch.device, spares: Spares) -> tuple[KVSender, KVReceiver]:

@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from decode_node.speculation import DraftModel, Drafts
 from engine.drafting import Drafter
@@ -25,6 +25,7 @@ from serving_node.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 MAX_NAMED: Final = 16  # request ids in one log line
 CHECK_S: Final = 0.1  # between two checks of the running step
 WATCHED_FROM_S: Final = 0.5  # age from which a step's CPU starvation is measured
@@ -64,6 +65,11 @@ class Stepping:
     def wake(self) -> None:
         """Signal that there may be more to compute than was planned; a step is planned if none runs."""
         self._work.set()
+
+    async def aside(self, compute: Callable[[], T]) -> T:
+        """Run `compute`, which has to be short, in the engine's thread between two steps."""
+        self.wake()  # ends steps that follow each other at once
+        return await self.stepper.aside(compute)
 
     async def run(self) -> None:
         """Plan and run steps until cancelled. A failed step fails its requests alone."""

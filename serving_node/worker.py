@@ -20,11 +20,13 @@ from serving_node.decisions import (
     CompileGrammar,
     Decision,
     Load,
+    LoadAdapter,
     Offload,
     OpenRemoteKV,
     Report,
     RevokeRemoteKV,
     SendHeartbeat,
+    UnloadAdapter,
 )
 from serving_node.distributed_kv.source import Opened
 from serving_node.scheduler import NodeScheduler
@@ -76,6 +78,7 @@ class Worker:
     transfers: Port
     """For KV transfers. Set, as the other ports are, before anything happens: ports report to the worker."""
     engine: Engine
+    adapters: Port | None = None
     grammars: Port | None = None
     offload: Port | None = None
     remote_kvs: Port | None = None
@@ -220,6 +223,9 @@ class Worker:
             case CompileGrammar():
                 assert self.grammars is not None, "a node without grammars"
                 self.grammars.carry_out(decision)
+            case LoadAdapter() | UnloadAdapter():
+                assert self.adapters is not None, "a node without adapters"
+                self.adapters.carry_out(decision)
             case Offload() | Load() | CancelLoad():
                 assert self.offload is not None, "a node without KV offload"
                 self.offload.carry_out(decision)

@@ -48,6 +48,8 @@ ABOUT_ROUTES: Final = {
     "/v1/chat/completions/render": "what a chat completion sends to the model: a body for `/inference/v1/generate`",
     "/v1/responses/render": "the same of a call of `/v1/responses`",
     "/v1/messages/render": "the same of a call of `/v1/messages`",
+    "/v1/load_lora_adapter": "loads a LoRA adapter on every node ([how](../guides/models.md#lora-adapters))",
+    "/v1/unload_lora_adapter": "unloads one, when no request runs with it any more",
     "/v1/embeddings": "OpenAI's embeddings, of a [model that makes some](../guides/clients.md#embeddings)",
     "/v1/decisions": "OpenAI's [decisions](../guides/clients.md#decisions): probabilities for questions",
     "/v1/systemone": "the same in the format of TypeSafe's System One",
@@ -103,7 +105,7 @@ def routes() -> list[Route]:
     nothing: Any = None
     page = object.__new__(Page)
     page._files = dict.fromkeys(OPEN_PATHS, b"")
-    return [*Endpoints(nothing, nothing, nothing).described(), *page.routes()]
+    return [*Endpoints(nothing, nothing, nothing, nothing).described(), *page.routes()]
 
 
 def route_table() -> list[str]:

@@ -10,10 +10,12 @@ import signal
 import socket
 
 import grpc
+from google.protobuf.message import Message
 
 from coordinator.api.health import HealthService
 from coordinator.api.public import STOP_GRACE_S, Behind, PublicApi
 from coordinator.api.remote import ForwardedAdmin, ForwardedStatus, RemoteControl, asked
+from coordinator.api.statuses import from_status
 from coordinator.api.tls import ServerTls
 from coordinator.api_server_settings import ApiServerSettings
 from coordinator.served_model import read_served_model
@@ -74,12 +76,14 @@ class ApiServer:
         self._tls = (
             ServerTls(given.tls.files, verifies_clients=given.tls_verify_clients) if given.tls.files.cert else None
         )
+        self._forwarded = ForwardedAdmin(self._admin, self._metadata, has_admin_key=bool(given.admin_key))
         behind = Behind(
             control=self._control,
             status=ForwardedStatus(inference_pb2_grpc.InferenceStub(channel), self._metadata),
-            admin=ForwardedAdmin(self._admin, self._metadata),
+            admin=self._forwarded,
             metrics=self._metrics,
             overview=self._overview,
+            change_adapters=self._change_adapters,
             count_call=self._control.count_call,
             sheds=self._control.sheds,
         )
@@ -145,6 +149,12 @@ class ApiServer:
         request = inference_pb2.GetOverviewRequest(after=after)
         overview: inference_pb2.Overview = await asked(self._admin.GetOverview, request, self._metadata)
         return overview
+
+    async def _change_adapters(self, method: str, request: Message) -> None:
+        try:
+            await self._forwarded.change_adapters(method, request)
+        except grpc.aio.AioRpcError as error:
+            raise from_status(error) from error
 
 
 if __name__ == "__main__":

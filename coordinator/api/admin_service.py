@@ -4,8 +4,10 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
+from coordinator.api.authentication import check_admin_key
 from coordinator.api.exchange import write
 from coordinator.api.overview import Overview
 from coordinator.api.validation import MAX_ABORTED, check_count
@@ -28,8 +30,13 @@ LOOK_S: Final = 0.1  # between two checks of a draining node
 class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
     """Serve the Admin service. Methods raise RequestError, which the interceptor turns into a gRPC status."""
 
-    def __init__(self, dispatcher: Dispatcher, overview: Overview) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, overview: Overview, tell: Callable[[], None], *, has_admin_key: bool
+    ) -> None:
+        """Create the service. `tell` tells API servers of a change of the fleet."""
         self._dispatcher = dispatcher
+        self._tell = tell
+        self._has_admin_key = has_admin_key
         self._overview = overview
         self._reshaping = asyncio.Lock()
 
@@ -70,6 +77,20 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
             else:
                 await asyncio.sleep(LOOK_S)
         logger.info("%s %s is drained", node.kind, node.name)
+
+    async def LoadAdapter(self, request: inference_pb2.LoadAdapterRequest, _: Any) -> inference_pb2.LoadAdapterResponse:
+        check_admin_key(self._has_admin_key)
+        await self._dispatcher.load_adapter(request.name, request.folder)
+        self._tell()
+        return inference_pb2.LoadAdapterResponse()
+
+    async def UnloadAdapter(
+        self, request: inference_pb2.UnloadAdapterRequest, _: Any
+    ) -> inference_pb2.UnloadAdapterResponse:
+        check_admin_key(self._has_admin_key)
+        num_live = self._dispatcher.unload_adapter(request.name)
+        self._tell()
+        return inference_pb2.UnloadAdapterResponse(num_live=num_live)
 
     async def GetOverview(self, request: inference_pb2.GetOverviewRequest, _: Any) -> inference_pb2.Overview:
         after = request.after if request.HasField("after") else None

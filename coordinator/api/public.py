@@ -16,7 +16,7 @@ from coordinator.api.connections import GRPC, SPARE, Caps, Sheds, connection_cap
 from coordinator.api.control import Control
 from coordinator.api.grpc_port import GrpcPort, add_reflection
 from coordinator.api.health import INFERENCE, HealthService
-from coordinator.api.http.app import Metrics, make_app
+from coordinator.api.http.app import ChangeAdapters, Metrics, make_app
 from coordinator.api.http.middleware import CountCall
 from coordinator.api.http.page import AskOverview, Page
 from coordinator.api.http.serving import HttpServer
@@ -53,6 +53,7 @@ class Behind:
     admin: Any  # an AdminServicer
     metrics: Metrics
     overview: AskOverview
+    change_adapters: ChangeAdapters
     count_call: CountCall
     sheds: Sheds
 
@@ -195,6 +196,7 @@ class PublicApi:
             self._is_serving,
             self._behind.metrics,
             Page(self._behind.overview) if self._settings.ui else None,
+            change_adapters=self._behind.change_adapters,
             count_call=self._behind.count_call,
             secrets=self._api_keys,
             admin_key=self._admin_key,

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 import grpc
 
+from coordinator.api.authentication import check_admin_key
 from coordinator.api.connections import Sheds
 from coordinator.api.exchange import write
 from coordinator.api.generation import Generation
@@ -29,6 +31,7 @@ from coordinator.api.messages import (
     so_far_to_wire,
 )
 from coordinator.api.validation import RequestPlan
+from coordinator.control.adapters import LOAD_DEADLINE_S
 from coordinator.control.nodes import Capacity
 from coordinator.control.request import SoFar
 from coordinator.control.request_log import CallRecord
@@ -49,6 +52,8 @@ RESUME_DEADLINE_S: Final = 30.0  # for a coordinator to come back and take the c
 AGAIN_S: Final = 0.25  # between two tries to attach, or to have a call resumed
 BEAT_S: Final = 1.0
 MAX_UNSENT_EVENTS: Final = 100_000
+MAX_OWED_EVENTS: Final = 10_000  # that are kept while no coordinator is there
+_OWED: Final = ("http_call", "refused")  # kinds of events that any coordinator may count
 
 # Reasons that may pass when a call resumes: the nodes, or enough of them, are not attached yet.
 _PASSING: Final = (reasons.NO_PREFILL_WORKER, reasons.NO_DECODE_WORKER, reasons.PROMPT_TOO_LONG, reasons.QUEUE_FULL)
@@ -150,6 +155,8 @@ class RemoteControl:
         self._ids: dict[Generation, str] = {}
         self._listens = False
         self.sheds = Sheds()  # counts that the coordinator has yet to get
+        self._owed: deque[tuple[float, api_servers_pb2.ApiServerEvent]] = deque()  # events, and when they were kept
+        self._num_dropped = 0  # events for which there was no room in `_owed`
 
     async def run(self) -> None:
         """Attach to the coordinator, exchange messages until the stream ends, and then fail all calls.
@@ -299,6 +306,7 @@ class RemoteControl:
         self._send(hello=api_servers_pb2.ApiServerHello(name=self._name))
         for call in self._calls.values():
             self._send(call=call.to_wire(now))
+        self._send_owed(now)
         try:
             await first_to_end(self._read(stream), self._write(stream, unsent), self._beats(), self._is_overrun.wait())
         finally:
@@ -306,7 +314,9 @@ class RemoteControl:
             self._detached()
 
     def _detached(self) -> None:
-        self._unsent = None
+        unsent, self._unsent = self._unsent, None
+        while unsent is not None and not unsent.empty():
+            self._keep(unsent.get_nowait())
         self._situation = Situation(self._situation.capacity, why_not_ready="the coordinator cannot be reached")
         self.changed.set()
         until_s = time.monotonic() + RESUME_DEADLINE_S
@@ -322,14 +332,43 @@ class RemoteControl:
                 call.fail(RequestError(DRAINING, "no coordinator has come back"))
 
     def _send(self, **event: Any) -> None:
-        """Queue an event, named by its oneof field. While detached, it is dropped: `_attach` sends the calls."""
+        """Queue an event, named by its oneof field. While detached, counts are kept and other events dropped: `_attach`
+        sends the calls."""
         if self._unsent is None:
+            self._keep(api_servers_pb2.ApiServerEvent(**event))
             return
+        self._queue(api_servers_pb2.ApiServerEvent(**event))
+
+    def _queue(self, event: api_servers_pb2.ApiServerEvent) -> None:
+        assert self._unsent is not None, "no coordinator is there"
         if self._unsent.qsize() >= MAX_UNSENT_EVENTS:
             logger.error("%d events unsent: the coordinator does not read them", MAX_UNSENT_EVENTS)
             self._is_overrun.set()
             return
-        self._unsent.put_nowait(api_servers_pb2.ApiServerEvent(**event))
+        self._unsent.put_nowait(event)
+
+    def _keep(self, event: api_servers_pb2.ApiServerEvent) -> None:
+        """Keep what an event counts for the next coordinator, if there is room."""
+        for shed in event.heartbeat.sheds:
+            self.sheds.count(shed.port, shed.reason, shed.number)
+        if event.WhichOneof("event") not in _OWED:
+            return
+        if len(self._owed) < MAX_OWED_EVENTS:
+            self._owed.append((time.monotonic(), event))
+        else:
+            self._num_dropped += 1
+
+    def _send_owed(self, now: float) -> None:
+        """Queue the events that were kept while no coordinator was there."""
+        if self._num_dropped:
+            message = "%d counts of calls and refusals are lost: %d were kept while no coordinator was there"
+            logger.warning(message, self._num_dropped, MAX_OWED_EVENTS)
+            self._num_dropped = 0
+        owed, self._owed = self._owed, deque()
+        for kept_s, event in owed:
+            if event.HasField("refused"):
+                event.refused.info.age_s += now - kept_s
+            self._queue(event)
 
     async def _beats(self) -> None:
         while True:
@@ -434,12 +473,26 @@ class ForwardedStatus:
 class ForwardedAdmin(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
     """Forward the Admin service to the coordinator (api/admin_service.py)."""
 
-    def __init__(self, stub: inference_pb2_grpc.AdminStub, metadata: Metadata) -> None:
+    def __init__(self, stub: inference_pb2_grpc.AdminStub, metadata: Metadata, *, has_admin_key: bool) -> None:
         self._stub = stub
         self._metadata = metadata
+        self._has_admin_key = has_admin_key
 
     async def SetRole(self, request: Any, context: Any) -> Any:
         return await _ask(self._stub.SetRole, request, context, self._metadata)
+
+    async def LoadAdapter(self, request: Any, context: Any) -> Any:
+        async with _passing_back(context):
+            return await self.change_adapters("LoadAdapter", request)
+
+    async def UnloadAdapter(self, request: Any, context: Any) -> Any:
+        async with _passing_back(context):
+            return await self.change_adapters("UnloadAdapter", request)
+
+    async def change_adapters(self, method: str, request: Any) -> Any:
+        """Call LoadAdapter or UnloadAdapter of the coordinator. Raises RequestError or AioRpcError."""
+        check_admin_key(self._has_admin_key)
+        return await asked(getattr(self._stub, method), request, self._metadata, LOAD_DEADLINE_S + DEADLINE_S)
 
     async def GetOverview(self, request: Any, context: Any) -> Any:
         return await _ask(self._stub.GetOverview, request, context, self._metadata)
@@ -450,17 +503,17 @@ class ForwardedAdmin(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
                 await write(context, progress)
 
 
-async def asked(method: Any, request: Any, metadata: Metadata) -> Any:
+async def asked(method: Any, request: Any, metadata: Metadata, deadline_s: float = DEADLINE_S) -> Any:
     """Send `request` to the coordinator by the stub's unary `method`, and return the response.
 
-    Raises RequestError after DEADLINE_S, and AioRpcError if the call fails. The deadline is asyncio's, since gRPC's
+    Raises RequestError after `deadline_s`, and AioRpcError if the call fails. The deadline is asyncio's, since gRPC's
     depends on the wall clock.
     """
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(deadline_s):
             return await method(request, metadata=metadata)
     except TimeoutError as error:
-        message = f"the coordinator has not answered within {DEADLINE_S:g} s"
+        message = f"the coordinator has not answered within {deadline_s:g} s"
         raise RequestError(DEADLINE_EXCEEDED, message) from error
 
 

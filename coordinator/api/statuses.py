@@ -73,6 +73,19 @@ def to_status(error: RequestError) -> grpc.Status:
     return status
 
 
+def from_status(error: grpc.aio.AioRpcError) -> RequestError:
+    """Return the error of a call that `to_status` has ended; DRAINING for a call that has found no server."""
+    info = error_details_pb2.ErrorInfo()
+    status = rpc_status.from_call(error)
+    for detail in status.details if status is not None else ():
+        detail.Unpack(info)
+    if info.reason in CODES:
+        return RequestError(info.reason, error.details() or "", **info.metadata)
+    if error.code() is Code.UNAVAILABLE:
+        return RequestError(reasons.DRAINING, "the coordinator cannot be reached")
+    return RequestError(reasons.ENGINE_ERROR, "internal error")
+
+
 def is_for_later(error: RequestError) -> bool:
     """Return whether the same request may succeed later: its status is UNAVAILABLE, or it was refused for load."""
     return CODES[error.reason] is Code.UNAVAILABLE or error.reason in (reasons.QUEUE_FULL, reasons.WOULD_BE_LATE)

@@ -20,7 +20,7 @@ from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_from_wire, shape_to_wire
 from protos.fleet_pb2 import Hello
 from serving_core.errors import RequestError
-from serving_core.model_files.adapter_names import ADAPTER_NAME, MOST_ADAPTERS, adapters_in
+from serving_core.model_files.adapter_names import ADAPTER_NAME, MOST_ADAPTERS, adapter_key, adapters_in
 from serving_core.net.failure_detector import AwakeClock, FailureDetector
 from serving_core.node.costs import StepWeights
 from serving_core.node.prefix import MAX_NUMERICS_IDS
@@ -168,6 +168,9 @@ class Node:
     hints: set[int] = field(default_factory=set)
     # Numerics ids that these blocks may have, in the order in which the node looks for them.
     numerics_ids: list[bytes] = field(default_factory=list)
+    adapter_orders: dict[str, str] = field(default_factory=dict)  # folders of orders without a reply, by adapter
+    adapter_retry_s: dict[str, float] = field(default_factory=dict)  # when an order that failed is repeated
+    lacks_adapters: bool = False  # served adapters are still to be loaded
     is_ready: bool = field(default=True, init=False)  # whether the node takes new work
     # Kept as attributes, because placement looks at every node for every request.
     usable: Shape = field(init=False)  # the shape by which the node may be given work
@@ -248,6 +251,15 @@ class Capacity:
     own_pool_tokens: int | None = None  # largest pool of a decode node, without KV holders
 
 
+@dataclass(slots=True)
+class AdapterChange:
+    """What an operator has ordered of one LoRA adapter while nodes served."""
+
+    folder: str  # to load it from; empty: unload it
+    digest: str = ""  # of the loaded content, once a node has reported it
+    is_served: bool = False  # whether requests may name the adapter
+
+
 class Registry:
     """Keep the attached nodes by name. A node is lost when its stream ends, or when it is silent or stuck in a step.
 
@@ -272,6 +284,7 @@ class Registry:
         self._model_names = model_names
         # LoRA adapters of the fleet, also while it has no node; None before the first node has attached.
         self.adapters: Sequence[str] | None = None
+        self.adapter_changes: dict[str, AdapterChange] = {}  # by name (coordinator/control/adapters.py)
         self._node_timeout_s = node_timeout_s
         self._step_timeout_s = step_timeout_s
         self._nodes: dict[str, Node] = {}
@@ -312,8 +325,9 @@ class Registry:
         others = [node for node in self.nodes if node.name != hello.node.name]
         if len(others) >= MAX_NODES:
             raise RequestError(QUEUE_FULL, f"the fleet has {MAX_NODES} nodes, its limit")
-        self._check_fingerprint(hello.node, others)
-        adapters = self._checked_adapters(hello.node)
+        changes = self._with_changes_of(hello)
+        self._check_fingerprint(hello.node, others, changes)
+        self._check_adapters(hello.node)
         self._check_name(hello)
         shape, home = _checked(hello.shape, hello), _checked(hello.home, hello)
         load = inference_pb2.NodeLoad(state=READY, num_blocks=hello.num_blocks, num_blocks_free=hello.num_blocks)
@@ -321,8 +335,9 @@ class Registry:
         health = self._health_of(name)
         health.attached(session, hello, self.pauses.awake_s(now))
         node = self._nodes[name] = Node(hello, session, health, load, shape, home)
-        self.adapters = adapters
+        self.adapter_changes = changes
         self._sort()
+        self.serve_adapters()
         _complete(node, now)
         return node
 
@@ -442,17 +457,58 @@ class Registry:
         if holder is not None and hello.session != holder.session:
             raise RequestError(NAME_TAKEN, f"another process is attached as {name}")
 
-    def _check_fingerprint(self, info: inference_pb2.NodeInfo, others: list[Node]) -> None:
-        given = dict(info.fingerprint)
+    # ---- LoRA adapters ----
+
+    def is_model_name(self, name: str) -> bool:
+        """Return whether clients use this name for the model itself."""
+        return name in self._model_names
+
+    def note_adapter(self, node: Node, name: str, digest: str) -> None:
+        """Store that a node has loaded an adapter, or with an empty digest, that it has unloaded it."""
+        fingerprint = node.hello.node.fingerprint
+        if digest:
+            fingerprint[adapter_key(name)] = digest
+        else:
+            fingerprint.pop(adapter_key(name), None)
+        self.serve_adapters()
+
+    def serve_adapters(self) -> None:
+        """Let requests name the adapters that every node has: those of --lora, and what operators have changed."""
+        own = adapters_in({key for node in self.nodes for key in node.hello.node.fingerprint})
+        given = [name for name in (own if self.nodes else self.adapters or ()) if name not in self.adapter_changes]
+        served = [name for name, change in self.adapter_changes.items() if change.is_served]
+        self.adapters = sorted({*given, *served})
+        for node in self.nodes:
+            node.lacks_adapters = any(adapter_key(name) not in node.hello.node.fingerprint for name in served)
+            _set_state(node)
+        self._changed()
+
+    def _with_changes_of(self, hello: fleet_pb2.Hello) -> dict[str, AdapterChange]:
+        """Return the changes, with those that an earlier coordinator has made at this node. Raise RequestError for an
+        adapter with other content than the fleet's."""
+        changes, fingerprint = dict(self.adapter_changes), hello.node.fingerprint
+        for name, folder in hello.adapter_folders.items():
+            if folder and adapter_key(name) in fingerprint:
+                changes.setdefault(name, AdapterChange(folder, fingerprint[adapter_key(name)], is_served=True))
+        for name, change in changes.items():
+            digest = fingerprint.get(adapter_key(name), change.digest)
+            if change.folder and change.digest and digest != change.digest:
+                message = f"adapter {name} of node {hello.node.name} has other content than that of the fleet"
+                raise RequestError(PAIRING_MISMATCH, message)
+        return changes
+
+    def _check_fingerprint(self, info: inference_pb2.NodeInfo, others: list[Node], changes: Collection[str]) -> None:
+        """Compare the fingerprint with the others', but for adapters that operators have changed."""
+        given = {key: value for key, value in info.fingerprint.items() if key not in map(adapter_key, changes)}
         known = {key: value for key, value in given.items() if key in self._facts}
         _compare(f"node {info.name} and the coordinator", known, self._facts)
         if others:  # all attached nodes have one fingerprint
             other = others[0].hello.node
-            _compare(f"nodes {info.name} and {other.name}", given, dict(other.fingerprint))
+            theirs = {key: value for key, value in other.fingerprint.items() if key not in map(adapter_key, changes)}
+            _compare(f"nodes {info.name} and {other.name}", given, theirs)
 
-    def _checked_adapters(self, info: inference_pb2.NodeInfo) -> list[str]:
-        """Return the adapters of a node. Raises RequestError for too many of them, and for names that clients could not
-        request."""
+    def _check_adapters(self, info: inference_pb2.NodeInfo) -> None:
+        """Raise RequestError for too many adapters of a node, and for names that clients could not request."""
         adapters = adapters_in(info.fingerprint)
         if len(adapters) > MOST_ADAPTERS:
             message = f"node {info.name} has {len(adapters)} adapters, the limit is {MOST_ADAPTERS}"
@@ -461,7 +517,6 @@ class Registry:
             if name in self._model_names or not ADAPTER_NAME.fullmatch(name):
                 why = "is the model's own" if name in self._model_names else f"must match {ADAPTER_NAME.pattern}"
                 raise RequestError(BAD_PARAM, f"the name of adapter {name!r:.80} of node {info.name} {why}")
-        return adapters
 
     def _why_expired(self, node: Node, now: float) -> tuple[LossCause, str] | None:
         if (why := node.health.why_silent(self.pauses.awake_s(now))) is not None:
@@ -481,8 +536,9 @@ def _complete(node: Node, now: float) -> None:
 
 
 def _set_state(node: Node) -> None:
-    node.is_ready = not (node.is_drained or node.is_stopping)
-    node.load.state = READY if node.is_ready else DRAINING
+    stays = not (node.is_drained or node.is_stopping)
+    node.is_ready = stays and not node.lacks_adapters
+    node.load.state = READY if stays else DRAINING
 
 
 def _weights(load: inference_pb2.NodeLoad) -> StepWeights:

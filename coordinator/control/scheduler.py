@@ -157,6 +157,10 @@ class Scheduler:
         """Return the number of requests and unreleased attempts: at 0 the fleet holds nothing."""
         return len(self._requests) + len(self._releases)
 
+    def num_using(self, adapter: str) -> int:
+        """Return the number of live requests that run with an adapter."""
+        return sum(request.prompt.adapter == adapter for request in self._requests.values())
+
     @property
     def num_running(self) -> int:
         """Return the number of requests that have their first token in the current attempt."""

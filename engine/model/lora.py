@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from engine.model.layers import Deltas, Layer, Linear
+from engine.model.layers import Deltas, Linear
 from serving_core.sharding import whole
 
 
@@ -20,6 +20,16 @@ class Delta(nn.Module):
         """Take weights [rank, inputs] and [outputs, rank]; the ranks of several parts are concatenated."""
         super().__init__()
         self.down, self.up = _linear(down), _linear(up)
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Return whether the bits of a row depend on that row alone."""
+        return self.down.is_batch_invariant and self.up.is_batch_invariant
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory of both products."""
+        return self.down.num_bytes + self.up.num_bytes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the addition [T, outputs] for x [T, inputs]."""
@@ -39,15 +49,18 @@ class Adapters(nn.Module):
     def names(self) -> list[str]:
         return list(self._by_name)
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all adapters' weights."""
-        return sum(module.num_bytes for module in self.modules() if isinstance(module, Layer))
-
-    def take(self, name: str, deltas: Mapping[Linear, Delta]) -> None:
-        """Add an adapter of this name, given its delta for each projection that it changes."""
+    def take(self, name: str, deltas: Mapping[Linear, Delta]) -> int:
+        """Add an adapter of this name, given its delta for each projection that it changes; return its bytes."""
+        assert name not in self._by_name, "an adapter of this name is loaded"
         self._by_name[name] = deltas
         self._deltas.extend(deltas.values())
+        return sum(delta.num_bytes for delta in deltas.values())
+
+    def drop(self, name: str) -> int:
+        """Remove an adapter that no later step uses, if it is there; return its bytes."""
+        deltas = self._by_name.pop(name, {})
+        self._deltas = nn.ModuleList(delta for each in self._by_name.values() for delta in each.values())
+        return sum(delta.num_bytes for delta in deltas.values())
 
     def deltas_for(self, adapted_rows: Mapping[str, torch.Tensor]) -> Deltas:
         """Return the additions of adapters to a batch; adapted_rows has the rows of each adapter by name."""

@@ -123,19 +123,27 @@ def load_adapters(
 
     Raises ModelError if a file is damaged or holds numbers that are not finite.
     """
-    projections = {
-        layer: {in_checkpoint(path, name): outputs for name, outputs in layer.parts.items()}
-        for path, layer in decoder.named_modules()
-        if isinstance(layer, Linear)
-    }
-    for adapter in adapters:
-        checkpoint = SafetensorsCheckpoint([adapter.file])
-        changed = {layer: parts for layer, parts in projections.items() if adapter.projections & parts.keys()}
-        deltas = {
-            layer: _delta_of(adapter, checkpoint, layer, parts, dtype, device) for layer, parts in changed.items()
-        }
-        decoder.adapters.take(adapter.name, deltas)
-    return decoder.adapters.num_bytes
+    return sum(
+        decoder.adapters.take(adapter.name, dict(adapter_deltas(decoder, adapter, dtype, device)))
+        for adapter in adapters
+    )
+
+
+def adapter_deltas(
+    decoder: LlamaDecoder, adapter: StoredAdapter, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[Linear, Delta]]:
+    """Yield each projection of a filled decoder that an adapter changes, and its delta. Raises ModelError if the
+    adapter is damaged.
+    """
+    checkpoint = SafetensorsCheckpoint([adapter.file])
+    # Loaded adapters have products of their own.
+    modules = [(path, each) for path, each in decoder.named_modules() if not path.startswith("adapters.")]
+    for path, layer in modules:
+        if not isinstance(layer, Linear):
+            continue
+        parts = {in_checkpoint(path, name): outputs for name, outputs in layer.parts.items()}
+        if adapter.projections & parts.keys():
+            yield layer, _delta_of(adapter, checkpoint, layer, parts, dtype, device)
 
 
 def _delta_of(

@@ -1,7 +1,7 @@
 """Name LoRA adapters on the command line, in requests and in fingerprints. Torch-free."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +34,11 @@ def parse_adapters(given: Sequence[str]) -> dict[str, Path]:
 def adapter_key(name: str) -> str:
     """Return the key of an adapter's content digest in its node's fingerprint."""
     return _KEY_PREFIX + name
+
+
+def without_adapters(fingerprint: Mapping[str, str]) -> dict[str, str]:
+    """Return the entries of a fingerprint that are not of adapters."""
+    return {key: value for key, value in fingerprint.items() if not key.startswith(_KEY_PREFIX)}
 
 
 def adapters_in(fingerprint: Iterable[str]) -> list[str]:

@@ -76,7 +76,15 @@ def read_adapters(given: Sequence[str], config: ModelConfig) -> list[StoredAdapt
 
     Raises SettingsError for malformed values, and ModelError, which names the adapter, for one that does not fit.
     """
-    return [_read_named(name, folder, config) for name, folder in parse_adapters(given).items()]
+    return [read_adapter(name, folder, config) for name, folder in parse_adapters(given).items()]
+
+
+def read_adapter(name: str, folder: Path, config: ModelConfig) -> StoredAdapter:
+    """Return the adapter in a folder, reading only headers. Raises ModelError, which names the adapter."""
+    try:
+        return _read(name, folder, config)
+    except ModelError as error:
+        raise ModelError(f"adapter {name}: {error}") from error
 
 
 def adapter_facts(adapters: Iterable[StoredAdapter]) -> dict[str, str]:
@@ -85,13 +93,6 @@ def adapter_facts(adapters: Iterable[StoredAdapter]) -> dict[str, str]:
     Raises ModelError when a file cannot be read.
     """
     return {adapter_key(adapter.name): adapter.digest() for adapter in adapters}
-
-
-def _read_named(name: str, folder: Path, config: ModelConfig) -> StoredAdapter:
-    try:
-        return _read(name, folder, config)
-    except ModelError as error:
-        raise ModelError(f"--lora {name}: {error}") from error
 
 
 def _read(name: str, folder: Path, config: ModelConfig) -> StoredAdapter:

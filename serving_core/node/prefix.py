@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
-from serving_core.model_files.adapter_names import adapter_key
+from serving_core.model_files.adapter_names import adapter_key, without_adapters
 
 NAME_BYTES: Final = 32
 HINT_BYTES: Final = 8
@@ -45,13 +45,14 @@ _LENGTH: Final = struct.Struct("<Q")
 def root_name(fingerprint: Mapping[str, str], cache_salt: str, adapter: str = "") -> bytes:
     """Return the root, 32 bytes, that the hash of a request's first block builds on.
 
-    Roots are equal only for equal fingerprints, salts and contents of adapters. `adapter` is the name of one in the
-    fingerprint; empty for the model alone.
+    Roots are equal only for equal fingerprints, salts and contents of `adapter`, one in the fingerprint; empty for the
+    model alone. Other adapters, which come and go while a node serves, do not count.
     """
+    facts = without_adapters(fingerprint)
     if adapter:
         chosen = adapter_key("")  # the key of no adapter
-        fingerprint = {**fingerprint, chosen: fingerprint.get(adapter_key(adapter), "")}
-    return _digest(_ROOT_TAG, cache_salt, fingerprint)
+        facts[chosen] = fingerprint.get(adapter_key(adapter), "")
+    return _digest(_ROOT_TAG, cache_salt, facts)
 
 
 def numerics_of(facts: Mapping[str, str]) -> bytes:

@@ -15,12 +15,14 @@ from serving_core.process.memory import resident_bytes
 from serving_core.process.run import ending_signals
 from serving_core.requests import Share
 from serving_core.tasks import first_to_end
+from serving_node.adapters import FollowerAdapters
 from serving_node.ranks.leading import Leader, die, share_from_wire
 from serving_node.ranks.tiers import TIER_COMMANDS, follow
 from serving_node.ranks.transfers import FollowerTransfers
 
 logger = logging.getLogger(__name__)
 
+IN_ORDER: Final = ("step", "unload_adapter")  # of which nothing is done before their turn
 MAX_UNDONE: Final = 2**14  # queued commands while a step runs
 
 
@@ -33,12 +35,14 @@ class Follower:
         stepper: Stepper[Share, None],
         transfers: FollowerTransfers,
         store: TierStore | None = None,
+        adapters: FollowerAdapters | None = None,
     ) -> None:
         """Create a follower; `store` is this rank's part of KV offload, if there is any."""
         self._leader = leader
         self._stepper = stepper
         self._transfers = transfers
         self._store = store
+        self._adapters = adapters
         self._ordered: asyncio.Queue[ranks_pb2.RankCommand] = asyncio.Queue(MAX_UNDONE)
         self._num_tier_commands = 0  # queued KV offload commands; a step may still write to their blocks
         self._held_up: deque[ranks_pb2.RankCommand] = deque()  # transfer commands behind a KV offload command
@@ -63,9 +67,13 @@ class Follower:
             command = await self._leader.command()
             if command.HasField("stop"):
                 return
+            if command.HasField("load_adapter"):
+                assert self._adapters is not None, "adapters on rank 0 alone"
+                self._adapters.load(command.load_adapter)
+                continue
             if command.WhichOneof("command") in TIER_COMMANDS:
                 self._num_tier_commands += 1
-            elif not command.HasField("step"):
+            elif command.WhichOneof("command") not in IN_ORDER:
                 self._hear(command)
             self._ordered.put_nowait(command)
 
@@ -86,6 +94,9 @@ class Follower:
             command = await self._ordered.get()
             if command.HasField("step"):
                 await self._step(command.step)
+            elif command.HasField("unload_adapter"):
+                assert self._adapters is not None, "adapters on rank 0 alone"
+                await self._adapters.unload(command.unload_adapter.name)
             elif command.WhichOneof("command") in TIER_COMMANDS:
                 assert self._store is not None, "KV offload on rank 0 alone"
                 follow(command, self._store, self._leader)

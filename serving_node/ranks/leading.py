@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from protos import inference_pb2, ranks_pb2
+from protos import fleet_pb2, inference_pb2, ranks_pb2
 from serving_core.errors import ModelError, RankLost
 from serving_core.process.memory import resident_bytes
 from serving_core.requests import Share, Work
@@ -117,6 +117,7 @@ class Followers:
         self.loads: dict[int, inference_pb2.RankLoad] = {}
         self.on_event: OnEvent | None = None
         self.on_loaded: Callable[[int, int], None] | None = None
+        self.on_adapter_changed: Callable[[int, fleet_pb2.AdapterChanged], None] | None = None
         self._num_followers, self._silence_s = num_followers, silence_s
         self.streams: dict[int, RankStream[ranks_pb2.RankEvent]] = {}
         self._heard_at: dict[int, float] = {}
@@ -210,6 +211,9 @@ class Followers:
             elif event.HasField("loaded"):
                 assert self.on_loaded is not None
                 self.on_loaded(event.loaded.load_id, event.loaded.num_good)
+            elif event.HasField("adapter_changed"):
+                assert self.on_adapter_changed is not None
+                self.on_adapter_changed(rank, event.adapter_changed)
             else:
                 self.on_event(rank, event)
 

@@ -21,7 +21,7 @@ from serving_node.settings import PACKAGES, NodeSettings
 from splitserve.launch.models import LocalModel
 
 # Flags of nodes whose values are paths, besides MODEL and adapters.
-PATHS: Final = {"speculative_model", "tls_cert", "tls_key", "tls_ca", "kv_disk_path", "weights_disk_path"}
+PATHS: Final = {"speculative_model", "tls_cert", "tls_key", "tls_ca", "kv_disk_path", "weights_disk_path", "lora_root"}
 
 Settings = CoordinatorSettings | NodeSettings
 

@@ -66,6 +66,10 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"splitserve plan-transfer ", Here()),
     (r"curl http://localhost:8000/(metrics|ready|v1/chat/completions|inference/v1/generate)", Here()),
     (
+        r"curl http://localhost:8000/v1/(un)?load_lora_adapter",
+        By(_SYSTEM + "test_lora_loading.py::test_a_name_has_the_weights_that_were_loaded_last"),
+    ),
+    (
         r"curl http://localhost:9464/metrics",
         By(_SYSTEM + "test_dashboards.py::test_a_node_tells_of_its_own_steps_and_transfers"),
     ),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from google.protobuf.message import Message
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -37,8 +38,10 @@ from coordinator.api.http.field_types import RequestModel
 from coordinator.api.http.generating import GenerationApp, unless_gone
 from coordinator.api.http.middleware import (
     DOCS_PATH,
+    LOAD_ADAPTER_PATH,
     OPENAPI_PATH,
     REQUEST_ID_HEADER,
+    UNLOAD_ADAPTER_PATH,
     Access,
     CountCall,
     Counting,
@@ -56,6 +59,7 @@ from coordinator.api.http.request_models import (
     DetokenizeRequest,
     EmbeddingsRequest,
     Generating,
+    LoadAdapterRequest,
     MessagesRequest,
     RerankRequest,
     ResponsesRequest,
@@ -65,6 +69,7 @@ from coordinator.api.http.request_models import (
     SystemOneRequest,
     TokenizeRequest,
     TokensRequest,
+    UnloadAdapterRequest,
 )
 from coordinator.api.http.requests import (
     CHAT_NAMES,
@@ -86,6 +91,7 @@ from coordinator.api.validation import bad, check_chat, check_count, check_token
 from coordinator.control.request_log import CallRecord
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.tokenizer import TokenLimit
+from protos import inference_pb2
 from protos.inference_pb2 import ChatInput, EmbedRequest, GenerateRequest, ScoreRequest, ScoreResponse
 from serving_core.errors import RequestError
 from serving_core.json_fields import json_line
@@ -106,13 +112,18 @@ IsServing = Callable[[], Awaitable[bool]]
 """Return whether requests can be served."""
 Metrics = Callable[[], Awaitable[bytes]]
 """Return the text of all metrics, of type CONTENT_TYPE."""
+ChangeAdapters = Callable[[str, Message], Awaitable[None]]
+"""Call a method of Admin, LoadAdapter or UnloadAdapter, with its request. Raises RequestError."""
 
 
 class Endpoints:
     """Implement the endpoints."""
 
-    def __init__(self, preprocessor: Preprocessor, is_serving: IsServing, metrics: Metrics) -> None:
+    def __init__(
+        self, preprocessor: Preprocessor, is_serving: IsServing, metrics: Metrics, change_adapters: ChangeAdapters
+    ) -> None:
         self._preprocessor = preprocessor
+        self._change_adapters = change_adapters
         self._is_serving = is_serving
         self._metrics = metrics
         self._created = int(time.time())
@@ -140,6 +151,8 @@ class Endpoints:
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/tokenizer_info", self.tokenizer_info),
+            Route(LOAD_ADAPTER_PATH, self.load_adapter, methods=["POST"]),
+            Route(UNLOAD_ADAPTER_PATH, self.unload_adapter, methods=["POST"]),
             Route("/load", self.load),
             Route("/health", self.health),
             Route("/ready", self.ready),
@@ -301,6 +314,24 @@ class Endpoints:
     async def tokenizer_info(self, _: Request) -> Response:
         """Return the tokenizer's configuration."""
         return Response(self._preprocessor.model.tokenizer.info_json, media_type="application/json")
+
+    async def load_adapter(self, request: Request) -> Response:
+        """Load a LoRA adapter on every node, and respond when requests may name it."""
+        body = await self._read(request, LoadAdapterRequest.read, lambda body: body)
+        await self._change("LoadAdapter", inference_pb2.LoadAdapterRequest(name=body.lora_name, folder=body.lora_path))
+        return Response(f"Success: LoRA adapter {body.lora_name} is loaded.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """Unload a LoRA adapter: no more requests may name it, and those that run with it finish."""
+        body = await self._read(request, UnloadAdapterRequest.read, lambda body: body)
+        await self._change("UnloadAdapter", inference_pb2.UnloadAdapterRequest(name=body.lora_name))
+        return Response(f"Success: LoRA adapter {body.lora_name} is unloaded.")
+
+    async def _change(self, method: str, request: Message) -> None:
+        try:
+            await self._change_adapters(method, request)
+        except RequestError as error:
+            raise renamed(error, {"name": "lora_name", "folder": "lora_path"}) from error
 
     async def load(self, _: Request) -> Response:
         """Return the number of requests in flight or queued, under vLLM's name."""
@@ -513,6 +544,7 @@ def make_app(
     metrics: Metrics,
     page: Page | None,
     *,
+    change_adapters: ChangeAdapters,
     count_call: CountCall,
     secrets: BearerSecrets | None,
     admin_key: BearerSecrets | None,
@@ -527,7 +559,7 @@ def make_app(
     """
     for model in ENDPOINTS.values():
         model.model_rebuild()  # not in the first call
-    routes = Endpoints(preprocessor, is_serving, metrics).described() + (page.routes() if page else [])
+    routes = Endpoints(preprocessor, is_serving, metrics, change_adapters).described() + (page.routes() if page else [])
     counting = Middleware(Counting, count_call=count_call, routes=routes)
     api_server = Middleware(
         Access,

@@ -37,6 +37,12 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 OPENAPI_PATH, DOCS_PATH = "/openapi.json", "/docs"
+LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+OPERATOR_PATHS: Final = (
+    OVERVIEW_PATH,
+    LOAD_ADAPTER_PATH,
+    UNLOAD_ADAPTER_PATH,
+)  # under the admin key, if any
 OPEN_PATHS: Final = ("/health", "/ready", "/ping", OPENAPI_PATH, DOCS_PATH, ROOT_PATH, *PAGE_PATHS)
 _OWN_HOST: Final = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
@@ -45,8 +51,8 @@ class Access:
     """ASGI middleware that authenticates calls.
 
     With secrets, a call needs `authorization: Bearer SECRET` or `x-api-key: SECRET`. Without secrets, calls from web
-    pages are accepted only from the allowed origins and the server's own page. The data of the page need the admin key
-    if there is one. Health checks and the static files of the page need no key.
+    pages are accepted only from the allowed origins and the server's own page. The data of the page and changes of
+    adapters need the admin key if there is one. Health checks and the static files of the page need no key.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class Access:
         headers = Headers(scope=scope)
         if scope["path"] in OPEN_PATHS:
             return
-        is_operators = scope["path"] == OVERVIEW_PATH and self._admin_key is not None
+        is_operators = scope["path"] in OPERATOR_PATHS and self._admin_key is not None
         keys = self._admin_key if is_operators else self._secrets
         if keys is None:
             self._check_origin(headers.get("origin"), f"{scope['scheme']}://{headers.get('host', '')}")

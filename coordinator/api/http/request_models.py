@@ -1198,6 +1198,25 @@ class RerankRequest(_Ranking):
     return_documents: bool | None = Field(None, description="default true")
 
 
+# ---- LoRA adapters ----
+
+
+class LoadAdapterRequest(RequestModel):
+    """A call of /v1/load_lora_adapter."""
+
+    lora_name: str = Field(description="the name that requests give as their model")
+    lora_path: str = Field(description="a folder within --lora-root, on the machine of every node, or relative to it")
+    load_inplace: Annotated[Any, Refused("unload the adapter first", False)] = None
+    is_3d_lora_weight: Annotated[Any, Refused("adapters of experts are not supported", False)] = None
+
+
+class UnloadAdapterRequest(RequestModel):
+    """A call of /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_int_id: Annotated[Any, Ignored("the name says which adapter it is")] = None
+
+
 ENDPOINTS: Final[dict[str, type[RequestModel]]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
@@ -1212,4 +1231,6 @@ ENDPOINTS: Final[dict[str, type[RequestModel]]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/inference/v1/generate": TokensRequest,
+    "/v1/load_lora_adapter": LoadAdapterRequest,
+    "/v1/unload_lora_adapter": UnloadAdapterRequest,
 }

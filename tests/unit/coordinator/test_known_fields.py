@@ -24,6 +24,7 @@ from coordinator.api.http.request_models import (
     DecisionsRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    LoadAdapterRequest,
     MessagesRequest,
     RerankRequest,
     ResponsesRequest,
@@ -32,6 +33,7 @@ from coordinator.api.http.request_models import (
     TokenizeRequest,
     TokensRequest,
     TokensSampling,
+    UnloadAdapterRequest,
 )
 from coordinator.api.http.requests import embed_requests, parse_batch, parse_chat, parse_completion, parse_tokenize
 from coordinator.api.http.tokens import parse_tokens
@@ -55,6 +57,8 @@ BODIES: dict[type, dict[str, Any]] = {
     TokenizeRequest: {"messages": TURNS},
     DetokenizeRequest: {"tokens": [1]},
     TokensRequest: {"token_ids": [1], "sampling_params": {}},
+    LoadAdapterRequest: {"lora_name": "a", "lora_path": "folder"},
+    UnloadAdapterRequest: {"lora_name": "a"},
 }
 PARSERS = {
     CompletionRequest: lambda request: parse_completion(request, "id"),
@@ -70,6 +74,8 @@ PARSERS = {
     TokenizeRequest: parse_tokenize,
     DetokenizeRequest: lambda request: request.tokens,
     TokensRequest: lambda request: parse_tokens(request, "id"),
+    LoadAdapterRequest: lambda request: (request.lora_name, request.lora_path),
+    UnloadAdapterRequest: lambda request: request.lora_name,
 }
 MODELS = list(BODIES)
 
@@ -128,6 +134,8 @@ def fields_of_others():
         TokenizeRequest: set(tokenize.split()),
         DetokenizeRequest: {"model", "tokens"},
         TokensRequest: set(VLLM_TOKENS.split()),
+        LoadAdapterRequest: {"lora_name", "lora_path", "load_inplace", "is_3d_lora_weight"},
+        UnloadAdapterRequest: {"lora_name", "lora_int_id"},
     }
 
 
@@ -265,7 +273,7 @@ def references(value):
 
 
 def test_the_document_has_every_route_and_the_fields_of_every_body():
-    routes = Endpoints(None, None, None).routes()
+    routes = Endpoints(None, None, None, None).routes()
     told = document(routes)
     assert told["paths"].keys() == {route.path_format for route in routes}
     schemas = told["components"]["schemas"]
@@ -282,7 +290,7 @@ def test_the_document_has_every_route_and_the_fields_of_every_body():
 
 
 def test_the_page_names_every_route_and_field():
-    told = document(Endpoints(None, None, None).routes())
+    told = document(Endpoints(None, None, None, None).routes())
     html = page(told)
     assert all(path in html for path in told["paths"])
     assert all(f"<td>{name}</td>" in html for model in MODELS for name in model.model_fields)

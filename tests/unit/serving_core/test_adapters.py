@@ -196,7 +196,7 @@ def test_of_several_adapters_the_one_that_is_refused_is_named(model, folder, tmp
     other = tmp_path / "other"
     other.mkdir()
     write(other, stored, **fields)
-    with pytest.raises(ModelError, match=r"^--lora org/second: "):
+    with pytest.raises(ModelError, match=r"^adapter org/second: "):
         read_adapters([f"first={folder}", f"org/second={other}", f"third={folder}"], read_model_config(model))
 
 
