@@ -39,14 +39,14 @@ def references(folders, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cluster(start_cluster, folders):
+def cluster(start_cluster, folders, num_api_servers):
     """A reader of one rank and a writer of two."""
     lora = tuple(f"{name}={folders[name]}" for name in (ALL, SOME))
     return start_cluster(
         folders[BASE],
         ipc=True,
         http=True,
-        coordinator={"served_model_name": BASE},
+        coordinator={"served_model_name": BASE, "api_server_count": num_api_servers},
         node={"num_kv_blocks": 400, "lora": lora},
         prefill={"max_num_batched_tokens": 64},
         decode={"tensor_parallel_size": 2},

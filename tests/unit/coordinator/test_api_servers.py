@@ -31,7 +31,7 @@ from protos import api_servers_pb2, api_servers_pb2_grpc, fleet_pb2, inference_p
 from serving_core.errors import RequestError
 from serving_core.net.channels import API_SERVER_OPTIONS
 from serving_core.net.numbering import MessageLost
-from serving_core.reasons import DRAINING, NO_PREFILL_WORKER
+from serving_core.reasons import DRAINING, NO_PREFILL_WORKER, QUEUE_FULL
 from serving_core.requests import Pooling, SamplingParams
 from tests import fleet_events as events
 
@@ -232,6 +232,7 @@ class Coordinator(api_servers_pb2_grpc.ApiServersServicer):
 
     def __init__(self):
         self.heard = asyncio.Queue()
+        self.sheds = asyncio.Queue()
         self._batches = asyncio.Queue()
         self._number = 0
 
@@ -246,6 +247,8 @@ class Coordinator(api_servers_pb2_grpc.ApiServersServicer):
 
     async def _read(self, events_of):
         async for event in events_of:
+            for shed in event.heartbeat.sheds:
+                self.sheds.put_nowait(shed)
             if not event.HasField("heartbeat"):
                 self.heard.put_nowait(event)
 
@@ -443,6 +446,31 @@ async def test_nothing_is_kept_of_a_client_that_leaves_before(tmp_path):
                 await call
         assert control.num_calls == 0
         assert not control._ids  # nothing tells of it: what stayed there would only take memory
+
+
+async def test_what_was_counted_without_a_coordinator_is_told_to_the_next_one(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(remote, "MAX_OWED_EVENTS", 3)
+    async with api_server(tmp_path, outlives=True) as (control, coordinator, _):
+        ended = asyncio.Event()
+        monkeypatch.setattr(control, "_give_up_late", ended.set)  # called when the stream has ended
+        coordinator.leave()
+        async with asyncio.timeout(DEADLINE_S):
+            await ended.wait()
+        control.refused(CallRecord("r", arrived_s=0.0), RequestError(QUEUE_FULL, "full"))
+        for number in range(5):
+            control.count_call("h", "GET", 200 + number, 0.1)
+        control.sheds.count("http", "slow", 4)
+        control.opened()
+        await coordinator.next("hello")
+        refused = await coordinator.next("refused")
+        assert (refused.info.request_id, refused.error.reason) == ("r", QUEUE_FULL)
+        assert refused.info.age_s >= 0
+        assert [(await coordinator.next("http_call")).status for _ in range(2)] == [200, 201]
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await coordinator.sheds.get()).number == 4
+        assert "3 counts of calls and refusals are lost: 3 were kept while no coordinator was there" in caplog.text
+        control.count_call("h", "GET", 299, 0.1)
+        assert (await coordinator.next("http_call")).status == 299  # and nothing twice
 
 
 async def test_an_api_server_ends_whose_coordinator_reads_nothing(tmp_path, monkeypatch):
