@@ -15,9 +15,10 @@ from coordinator.text import structures
 from coordinator.text.program import Program
 from coordinator.text.tokenizer import LONG_TEXT_CHARS, NUM_THREADS
 from protos.inference_pb2 import GetLoadsRequest
-from tests.scripted_nodes import begin, run, step, transfer
+from tests.effort import effort
+from tests.scripted_nodes import begin, begin_to_write, first_message, run, step, transfer
 from tests.tiny_models import VOCAB_SIZE
-from tests.unit.coordinator.http_kit import JSON, LENGTH, http_cluster, in_module_loop, until
+from tests.unit.coordinator.http_kit import JSON, LENGTH, http_cluster, in_module_loop, post, until
 
 MAX_STALL_S = 0.25  # of the event loop's own processor time, which other processes do not lengthen
 MAX_STALL = 0.8  # of the time in which the largest body is read as JSON, on machines where that is more
@@ -133,6 +134,59 @@ async def keep_threads_busy(gate):
     for _ in range(NUM_THREADS):
         threads.submit(int)
     await until(lambda: gate.num_begun == NUM_THREADS)
+
+
+NUM_STREAMS, LONG_PROMPT = effort(8, 8, 64), "ab" * 16_000
+
+
+async def start_streams(c):
+    """Start streams, each with its first token; return their calls and attempts."""
+    streams = {}
+    for number in range(NUM_STREAMS):
+        call = c.generate("hi", request_id=str(number), max_tokens=50)
+        attempt = await begin_to_write(c)
+        assert (await first_message(call)).chunk.token_ids == [ord("a")]
+        streams[call] = attempt
+    return streams
+
+
+async def write_on(c, streams, index):
+    """Have every stream get one more token."""
+    for attempt in streams.values():
+        await step(c.nodes["d0"], attempt, index, "b")
+    for call in streams:
+        assert (await first_message(call)).chunk.token_ids == [ord("b")]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_streams_go_on_while_a_prompt_of_32k_tokens_is_encoded(tmp_path, gate, path):
+    async def scenario():
+        async with http_cluster(tmp_path, nodes=(), max_model_len=40_000) as (c, client):
+            for name in ("p0", "d0"):
+                await c.attach(name, max_model_len=40_000, num_blocks=20_000)
+            streams = await start_streams(c)
+            call = post(client, path, **FIELDS_OF[path])
+            await until(lambda: gate.num_submitted > 0)  # the tokenizer has the text, and gets nowhere
+            await write_on(c, streams, 1)
+            assert not call.done()
+            gate.open()
+            begun = asyncio.create_task(begin(c))
+            stall_s = await longest_turn_s(begun)
+            attempt, job = begun.result()
+            assert len(job.token_ids) >= len(LONG_PROMPT)
+            await write_on(c, streams, 2)
+            await transfer(c, attempt, "a")
+            await step(c.nodes["d0"], attempt, 1, "b", LENGTH)
+            assert (await call).status_code == 200
+            assert stall_s < MAX_STALL_S
+
+    run(scenario())
+
+
+FIELDS_OF = {
+    "/v1/completions": {"prompt": LONG_PROMPT},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": LONG_PROMPT}]},
+}
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
