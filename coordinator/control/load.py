@@ -9,7 +9,7 @@ arXiv 2401.11181, predicts lengths with a model.)
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -236,10 +236,12 @@ class RateEstimator:
 
 
 class Arrivals(NamedTuple):
-    """The expected arrivals of requests with an SLO on TTFT: requests per second, and mean tokens to compute."""
+    """The expected arrivals of requests with an SLO on TTFT: requests per second, mean tokens to compute, and mean
+    output tokens."""
 
     per_s: float
     num_tokens: float
+    num_output: float = 0.0
 
 
 NO_ARRIVALS: Final = Arrivals(0.0, 0.0)
@@ -249,17 +251,21 @@ class ArrivalEstimator:
     """Measure the arrivals of requests with an SLO on TTFT."""
 
     def __init__(self) -> None:
-        self._requests, self._tokens = RateEstimator(), RateEstimator()
+        self._requests, self._tokens, self._outputs = RateEstimator(), RateEstimator(), RateEstimator()
 
-    def add(self, now: float, num_tokens: int) -> None:
-        """Record a new request that has `num_tokens` prompt tokens to compute."""
+    def add(self, now: float, num_tokens: int, num_output: int) -> None:
+        """Record a new request with `num_tokens` prompt tokens to compute, of which `num_output` output tokens are
+        expected."""
         self._requests.add(now)
         self._tokens.add(now, num_tokens)
+        self._outputs.add(now, num_output)
 
     def expected(self, now: float) -> Arrivals:
         """Return the rate and the mean size of recent arrivals, as the prediction of those to come."""
         per_s = self._requests.per_s(now)
-        return Arrivals(per_s, self._tokens.per_s(now) / per_s if per_s else 0.0)
+        if not per_s:
+            return NO_ARRIVALS
+        return Arrivals(per_s, self._tokens.per_s(now) / per_s, self._outputs.per_s(now) / per_s)
 
 
 RECOUNT_S: Final = 0.1
@@ -281,35 +287,27 @@ NOTHING: Final = Account()
 
 
 @dataclass(slots=True)
-class _Part:
-    """Keep the part of one request on one node."""
+class Part:
+    """The part of one node in one request; read it at once, it changes with the ledger.
 
+    request             the attempt that the part is of
+    tokens_to_compute   tokens of the prompt to be prefilled here
+    tokens_held         tokens of the pool that the sequence holds here
+    is_decoded          the sequence is decoded here
+    is_arriving         the sequence has no token yet, and another node prefills it
+    tokens_outgoing     tokens of a prompt that is prefilled, held for the node that decodes it
+    prefill_hashes      hashes of the prompt that the node prefills, or has prefilled and holds
+    decode_hashes       hashes of the blocks that it may share with other requests
+    """
+
+    request: "LiveRequest" = field(repr=False, compare=False)
     tokens_to_compute: int = 0
     tokens_held: int = 0
     is_decoded: bool = False
     is_arriving: bool = False
     tokens_outgoing: int = 0
-    prefill_hashes: Sequence[int] = ()  # hashes of the prompt that it prefills, or has prefilled and holds
-    decode_hashes: Sequence[int] = ()  # hashes of the blocks that it may share with other requests
-
-
-class LimitedPart(NamedTuple):
-    """Describe the part of a node in a request with an SLO.
-
-    `num_to_compute` tokens of the prompt are to be prefilled here. `is_decoded`: the sequence is decoded here and holds
-    `tokens_held` tokens of the pool, with the block hashes `decode_hashes`. `num_output` tokens have come, and
-    `num_left` more are expected, at least 1. `is_arriving`: it has no token yet, and another node prefills it. `prefill
-    node` is the node that still has to prefill the prompt."""
-
-    num_to_compute: int
-    tokens_held: int
-    decode_hashes: Sequence[int]
-    is_decoded: bool
-    due: Due
-    num_output: int
-    num_left: int
-    is_arriving: bool
-    prefill_node: Node | None
+    prefill_hashes: Sequence[int] = ()
+    decode_hashes: Sequence[int] = ()
 
 
 class Running(NamedTuple):
@@ -321,15 +319,15 @@ class Running(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Request:
-    """Keep the current attempt of one request."""
+class LiveRequest:
+    """The current attempt of one request, as the ledger has it."""
 
     has_first_token: bool = False
     due: Due | None = None  # only with an SLO
     num_output: int = 0  # output tokens that have come
     most_output: int = 0  # output tokens expected in all
     allowed_output: int = 0  # output tokens allowed in all
-    parts: dict[Node, _Part] = field(default_factory=dict)
+    parts: dict[Node, Part] = field(default_factory=dict)
 
     @property
     def num_left(self) -> int:
@@ -342,18 +340,22 @@ class _Request:
         return next((node for node, part in self.parts.items() if part.tokens_to_compute), None)
 
 
+LimitedPart = tuple[Part, LiveRequest, Due]
+"""A node's part in a request with an SLO, the request, and its deadlines."""
+
+
 class Ledger:
     """Account for what every node has been given, by request. An attempt begins with `prefill` and `decode`."""
 
     def __init__(self) -> None:
         self.lengths: Final = LengthEstimator()  # estimates how many tokens will come
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, LiveRequest] = {}
         self._accounts: dict[Node, Account] = {}
-        self._limited: dict[Node, dict[str, _Request]] = {}  # requests with an SLO, by node
+        self._limited: dict[Node, dict[str, Part]] = {}  # parts of requests with an SLO
         self._most_left: dict[Node, int] = {}
         self._uncounted: set[Node] = set()  # nodes whose _most_left is out of date
         self._counted_s = -inf  # when all nodes were last counted
-        self._prefill_hashes: dict[Node, HashCounts] = {}  # of all parts of the node, as _Part has them
+        self._prefill_hashes: dict[Node, HashCounts] = {}  # of all parts of the node, as Part has them
         self._decode_hashes: dict[Node, HashCounts] = {}
 
     def of(self, node: Node) -> Account:
@@ -394,7 +396,7 @@ class Ledger:
         """
         return prompt.tokens_among(node, self._decode_hashes.get(node, ()))
 
-    def tokens_alone(self, node: Node, part: LimitedPart) -> int:
+    def tokens_alone(self, node: Node, part: Part) -> int:
         """Return the tokens of KV cache that become free when this sequence of the node ends.
 
         Tokens in blocks that another request of the node shares are left out.
@@ -409,7 +411,7 @@ class Ledger:
 
         Of a block that k requests share, each holds the k-th part. 0 for an unknown request.
         """
-        parts = self._requests.get(request_id, _Request()).parts.items()
+        parts = self._requests.get(request_id, LiveRequest()).parts.items()
         sharing = [(node, part.decode_hashes) for node, part in parts if part.decode_hashes and node.shares_blocks]
         return max(
             (self._decode_hashes[node].num_spared(hashes) * node.block_size for node, hashes in sharing), default=0.0
@@ -422,7 +424,7 @@ class Ledger:
         num_tokens = sum(part.tokens_held for _, part in pairs)
         return Running(len(pairs), num_tokens, num_tokens - self._tokens_repeated(pairs))
 
-    def _tokens_repeated(self, pairs: Collection[tuple[Node, _Part]]) -> int:
+    def _tokens_repeated(self, pairs: Collection[tuple[Node, Part]]) -> int:
         """Return by how many tokens sharing reduces what these decoded parts hold together."""
         seen: dict[Node, set[int]] = {node: set() for node, part in pairs if part.decode_hashes and node.shares_blocks}
         num_tokens = 0
@@ -438,37 +440,26 @@ class Ledger:
         """Return whether any request of the ledger has an SLO."""
         return bool(self._limited)
 
-    def limited_parts(self, node: Node) -> Iterator[LimitedPart]:
-        """Yield, for each request with an SLO that the node has a part in, a description of the part.
-
-        Use it before the ledger changes.
-        """
-        for request in self._limited.get(node, {}).values():
-            parts, num_output = request.parts, request.num_output
-            part = parts[node]
-            assert request.due is not None
-            yield LimitedPart(
-                part.tokens_to_compute,
-                part.tokens_held,
-                part.decode_hashes,
-                part.is_decoded,
-                request.due,
-                num_output,
-                max(1, request.most_output - num_output),
-                part.is_arriving,
-                node if part.tokens_to_compute else request.prefill_node if len(parts) > 1 else None,
-            )
+    def limited_parts(self, node: Node) -> list[LimitedPart]:
+        """Return the node's part in each request with an SLO that it has a part in. Use it before the ledger changes."""
+        parts = self._limited.get(node, {}).values()
+        return [(part, part.request, due) for part in parts if (due := part.request.due) is not None]
 
     def most_left(self, now: float) -> Mapping[Node, int]:
         """Return, for each node that decodes sequences with an SLO, the most tokens expected of one of them.
 
-        Tokens that came are subtracted only every RECOUNT_S seconds. Do not change the map.
+        Sequences that have yet to be prefilled do not count. Tokens that came are subtracted only every RECOUNT_S
+        seconds. Do not change the map.
         """
         if now - self._counted_s >= RECOUNT_S:
             self._counted_s = now
             self._uncounted = set(self._limited)
         for node in self._uncounted:
-            decoded = [each.num_left for each in self._limited.get(node, {}).values() if each.parts[node].is_decoded]
+            decoded = [
+                request.num_left
+                for part, request, _ in self.limited_parts(node)
+                if part.is_decoded and request.has_first_token
+            ]
             if decoded:
                 self._most_left[node] = max(decoded)
             else:
@@ -483,11 +474,11 @@ class Ledger:
 
         `num_output` output tokens have come, and at most `most_left` more are allowed.
         """
-        request = self._requests.setdefault(request_id, _Request())
+        request = self._requests.setdefault(request_id, LiveRequest())
         request.due, request.num_output, request.allowed_output = due, num_output, num_output + most_left
         self._guess(request)
 
-    def _guess(self, request: _Request) -> None:
+    def _guess(self, request: LiveRequest) -> None:
         """Estimate the length of the output from its present length."""
         num_left = self.lengths.left(request.num_output, request.allowed_output - request.num_output)
         request.most_output = request.num_output + num_left
@@ -527,7 +518,7 @@ class Ledger:
         request.has_first_token = True
         if request.due is not None and request.due.began_s is None:
             request.due.began_s = now
-        decoded = next((part for part in request.parts.values() if part.is_decoded), _Part())
+        decoded = next((part for part in request.parts.values() if part.is_decoded), Part(request))
         for node in list(request.parts):
             part = self._take(request_id, node)
             part.tokens_to_compute, part.is_arriving = 0, False
@@ -554,11 +545,11 @@ class Ledger:
         if request is not None and node in request.parts:
             part = self._take(request_id, node)
             self._forget_hashes(node, part)
-            self._put(request_id, node, _Part())
+            self._put(request_id, node, Part(request))
 
     def end(self, request_id: str) -> None:
         """Record that the request's attempt is over on every node, and forget the request. Ignored if it is unknown."""
-        request = self._requests.get(request_id, _Request())
+        request = self._requests.get(request_id, LiveRequest())
         for node in list(request.parts):
             self.release(request_id, node)
         self._requests.pop(request_id, None)
@@ -579,23 +570,24 @@ class Ledger:
         assert (prefill, decode) == (self._prefill_hashes, self._decode_hashes)
         limited = {key: request for key, request in self._requests.items() if request.due is not None}
         assert self._limited == {
-            node: {key: request for key, request in limited.items() if node in request.parts}
+            node: {key: request.parts[node] for key, request in limited.items() if node in request.parts}
             for node in {node for request in limited.values() for node in request.parts}
         }
 
     # ---- parts and their sums ----
 
-    def _take(self, request_id: str, node: Node) -> _Part:
+    def _take(self, request_id: str, node: Node) -> Part:
         """Take a part out of the account; `_put` must follow."""
-        part = self._requests.setdefault(request_id, _Request()).parts.pop(node, _Part())
+        request = self._requests.setdefault(request_id, LiveRequest())
+        part = request.parts.pop(node, None) or Part(request)
         self._note_limited(node, request_id)
         _count(self._accounts.setdefault(node, Account()), part, -1)
         return part
 
-    def _put(self, request_id: str, node: Node, part: _Part) -> None:
+    def _put(self, request_id: str, node: Node, part: Part) -> None:
         account = self._accounts[node]
         if part.tokens_to_compute or part.is_decoded or part.tokens_outgoing:
-            self._requests[request_id].parts[node] = part
+            part.request.parts[node] = part
             self._note_limited(node, request_id)
             _count(account, part, 1)
         else:
@@ -603,11 +595,11 @@ class Ledger:
         if account == NOTHING:
             del self._accounts[node]
 
-    def _hold(self, node: Node, part: _Part, hashes: Sequence[int]) -> None:
+    def _hold(self, node: Node, part: Part, hashes: Sequence[int]) -> None:
         _change(self._decode_hashes, node, part.decode_hashes, hashes)
         part.decode_hashes = hashes
 
-    def _forget_hashes(self, node: Node, part: _Part) -> None:
+    def _forget_hashes(self, node: Node, part: Part) -> None:
         _change(self._prefill_hashes, node, part.prefill_hashes, ())
         part.prefill_hashes = ()
         self._hold(node, part, ())
@@ -619,7 +611,7 @@ class Ledger:
             return
         self._uncounted.add(node)
         if node in request.parts:
-            limited.setdefault(node, {})[request_id] = request
+            limited.setdefault(node, {})[request_id] = request.parts[node]
         elif node in limited:
             limited[node].pop(request_id, None)
             if not limited[node]:
@@ -636,7 +628,7 @@ def _change(hashes: dict[Node, HashCounts], node: Node, old: Sequence[int], new:
             del hashes[node]
 
 
-def _count(account: Account, part: _Part, sign: int) -> None:
+def _count(account: Account, part: Part, sign: int) -> None:
     account.tokens_to_compute += sign * part.tokens_to_compute
     account.tokens_held += sign * part.tokens_held
     account.num_sequences += sign * part.is_decoded

@@ -599,16 +599,16 @@ def _compare(names: str, given: Mapping[str, str], expected: Mapping[str, str]) 
 PARTS: Final = {PREFILL: ("prefills prompts", NO_PREFILL_WORKER), DECODE: ("decodes sequences", NO_DECODE_WORKER)}
 
 
-def candidates(nodes: Iterable[Node], role: str, num_tokens: int) -> list[Node]:
+def candidates(nodes: Collection[Node], role: str, num_tokens: int) -> list[Node]:
     """Return the ready nodes that can take the part `role` (PREFILL or DECODE) in a request of `num_tokens` tokens.
 
     How busy they are does not matter. Raises RequestError if there is none.
     """
-    ready = fitting(nodes, role, 0)
-    able = [node for node in ready if num_tokens <= node.max_request_tokens]
+    able = fitting(nodes, role, num_tokens)
     if not able:
         part, reason = PARTS[role]
-        raise RequestError(reason, f"no node that {part} {f'can hold {num_tokens} tokens' if ready else 'is ready'}")
+        why = f"can hold {num_tokens} tokens" if fitting(nodes, role, 0) else "is ready"
+        raise RequestError(reason, f"no node that {part} {why}")
     return able
 
 

@@ -274,7 +274,7 @@ class PressureGauge:
         Return inf without SLOs, or where no sequence could attain them.
         """
         tpots_s = [
-            each.due.tpot_s for node in decode_nodes for each in self._ledger.limited_parts(node) if each.is_decoded
+            due.tpot_s for node in decode_nodes for part, _, due in self._ledger.limited_parts(node) if part.is_decoded
         ]
         limit_s = median([each for each in tpots_s if each < math.inf] or [math.inf])
         slots = [node.step_weights.num_sequences_within(limit_s, num_cached) for node in decode_nodes]
@@ -282,8 +282,9 @@ class PressureGauge:
 
     def _usual_left_s(self, prefill_nodes: Collection[Node], now: float) -> float:
         """Return the median of the seconds until the first tokens of waiting prompts are due; inf without SLOs."""
-        owed = [each for node in prefill_nodes for each in self._ledger.limited_parts(node) if each.num_to_compute]
-        dues_s = [due_s for each in owed if (due_s := each.due.token_s(each.num_output)) < math.inf]
+        parts = [each for node in prefill_nodes for each in self._ledger.limited_parts(node)]
+        all_s = [due.token_s(request.num_output) for part, request, due in parts if part.tokens_to_compute]
+        dues_s = [due_s for due_s in all_s if due_s < math.inf]
         return median(dues_s) - now if dues_s else math.inf
 
 

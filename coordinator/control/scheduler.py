@@ -455,7 +455,8 @@ class Scheduler:
                 raise
             return self._wait_for_nodes(request, now)
         if request.limits_first:
-            self._arrivals.add(now, self._num_to_compute(request.known, placed))
+            num_output = self._ledger.lengths.left(0, request.num_tokens_left)
+            self._arrivals.add(now, self._num_to_compute(request.known, placed), num_output)
         self._admission.check_wait(request, placed, self._num_without_token, now)
         return self._admit(request, placed, now, since_s=request.timeline.start_s)
 

@@ -218,6 +218,11 @@ class Wanted:
     num_spare: int = 0
     tpot_margin: float = 1.0
 
+    @property
+    def num_expected(self) -> int:
+        """Return the output tokens expected from now on."""
+        return self.num_tokens - len(self.prompt) if self.num_left is None else self.num_left
+
 
 RECOMPUTED_SHARE: Final = 0.2
 
@@ -245,37 +250,30 @@ class Costs:
     """Predict the cost of one request on these nodes, in seconds of all requests."""
 
     def __init__(self, nodes: Sequence[Node], ledger: Ledger, prompt: Prompt, transfers: TransferEstimates) -> None:
-        self._ledger, self._prompt, self._transfers = ledger, prompt, transfers
+        self._ledger, self._prompt, self.transfers = ledger, prompt, transfers
         rates = {node: node.load.prefill_tokens_per_s for node in nodes}
         known = [rate for rate in rates.values() if rate > 0]
         self.are_known = bool(known)
         other_rate = median(known) if known else 1.0  # without any, costs compare tokens
         self._rate = {node: rate or other_rate for node, rate in rates.items()}
         prefill_nodes = [node for node in nodes if node.prefills]
-        self._num_queued = sum(ledger.of(node).tokens_to_compute for node in prefill_nodes)
-        self._rates = sum(self._rate[node] for node in prefill_nodes)
         self._not_held: dict[Node, int] = {}
-        self._to_compute: dict[Node, int] = {}
-        self._least_to_compute = min((self._tokens_to_compute(node) for node in prefill_nodes), default=0)
+        self._to_compute = {node: self._num_to_compute(node) for node in prefill_nodes}
+        self._least_to_compute = min(self._to_compute.values(), default=0)
+        self._num_queued = sum([ledger.of(node).tokens_to_compute for node in prefill_nodes])
+        self._rates = sum([self._rate[node] for node in prefill_nodes])
         self._source = self._find_source(nodes)
-        self._prefill_costs: dict[Node, _PrefillCost] = {}
-        self._decode_costs: dict[Node, _DecodeCost] = {}
+        self.prefill: Final = {node: self._prefill_cost(node) for node in prefill_nodes}
+        """Costs of the prefill on each node. A half-computed queued prompt counts as a whole one."""
+        self.decode: Final = {node: self._decode_cost(node) for node in nodes if node.decodes}
+        """States of the decode nodes. A node is full if the request would have to wait for credit."""
 
     def seconds(self, prefill_node: Node, decode_node: Node) -> float:
-        prefill, decode = self.prefill(prefill_node), self.decode(decode_node)
+        prefill, decode = self.prefill[prefill_node], self.decode[decode_node]
         if prefill_node is decode_node:
             return decode.credit_s + prefill.own_s + prefill.others_s
-        there_s = max(prefill.own_s, decode.credit_s) + self._transfers.transfer_s
+        there_s = max(prefill.own_s, decode.credit_s) + self.transfers.transfer_s
         return max(there_s, decode.backlog_s) + prefill.others_s
-
-    def prefill(self, node: Node) -> _PrefillCost:
-        """Return the predicted cost of prefilling the prompt on a node, other requests included.
-
-        A half-computed queued prompt counts as a whole one.
-        """
-        if node not in self._prefill_costs:
-            self._prefill_costs[node] = self._prefill_cost(node)
-        return self._prefill_costs[node]
 
     def queue_s(self, node: Node) -> float:
         """Return the seconds that the node needs for the prompt tokens that it has been given and not computed.
@@ -289,81 +287,68 @@ class Costs:
 
         0 for a node that does not prefill, or is unknown.
         """
-        prefix_fetch = self.prefill(node).prefix_fetch if node in self._rate and node.prefills else None
-        return 0 if prefix_fetch is None else prefix_fetch.num_fetched
-
-    def decode(self, node: Node) -> _DecodeCost:
-        """Return the state of a decode node. It is full if the request would have to wait for credit."""
-        if node not in self._decode_costs:
-            self._decode_costs[node] = self._decode_cost(node)
-        return self._decode_costs[node]
+        cost = self.prefill.get(node)
+        return 0 if cost is None or cost.prefix_fetch is None else cost.prefix_fetch.num_fetched
 
     def _prefill_cost(self, node: Node) -> _PrefillCost:
-        num_own_tokens, prefix_fetch = self._tokens_to_compute(node), self._prefix_fetch(node)
-        fetch_s = 0.0
+        num_own_tokens, rate, fetch_s = self._to_compute[node], self._rate[node], 0.0
+        prefix_fetch = None if self._source is None else self._prefix_fetch(self._source, node)
         if prefix_fetch is not None:
             num_own_tokens -= prefix_fetch.num_fetched
-            fetch_s = self._transfers.prefix_fetches.seconds(
+            fetch_s = self.transfers.prefix_fetches.seconds(
                 (prefix_fetch.source.name, node.name), prefix_fetch.num_fetched
             )
-        num_tokens = self._ledger.of(node).tokens_to_compute + num_own_tokens
-        own_s = fetch_s + num_tokens / self._rate[node]
-        num_others = self._num_decoding_within(node, own_s)
+        account = self._ledger.of(node)
+        num_tokens = account.tokens_to_compute + num_own_tokens
+        own_s = fetch_s + num_tokens / rate
+        num_others: float = account.num_sequences
+        if account.num_arriving:
+            num_queued = self._num_queued - account.tokens_to_compute  # on the nodes that prefill for this one
+            part = min(1.0, own_s * (self._rates - rate) / num_queued) if num_queued else 1.0
+            num_others -= account.num_arriving * (1.0 - part)
         if num_others:
             own_s += ceil(num_tokens / node.usable.prompt_tokens) * node.load.step_s
         num_again = max(0, num_own_tokens - self._least_to_compute)
-        return _PrefillCost(
-            own_s, (num_others * num_own_tokens + RECOMPUTED_SHARE * num_again) / self._rate[node], prefix_fetch
-        )
+        return _PrefillCost(own_s, (num_others * num_own_tokens + RECOMPUTED_SHARE * num_again) / rate, prefix_fetch)
 
-    def _tokens_to_compute(self, node: Node) -> int:
-        if node not in self._to_compute:
-            coming = self._ledger.prefill_hashes(node)
-            num_tokens = self._prompt.tokens_to_compute(node, coming) if coming else self._tokens_not_held(node)
-            self._to_compute[node] = num_tokens
-        return self._to_compute[node]
+    def _num_to_compute(self, node: Node) -> int:
+        coming = self._ledger.prefill_hashes(node)
+        return self._prompt.tokens_to_compute(node, coming) if coming else self._tokens_not_held(node)
 
     def _tokens_not_held(self, node: Node) -> int:
+        if not node.hints:
+            return len(self._prompt)
         if node not in self._not_held:
             self._not_held[node] = self._prompt.tokens_to_compute(node)
         return self._not_held[node]
 
     def _find_source(self, nodes: Sequence[Node]) -> Node | None:
         """Return the node that has most of the prompt cached; None where remote prefix fetches are off."""
-        if self._transfers.prefix_fetches.fetches == FETCH_NEVER or not self.are_known:
+        if self.transfers.prefix_fetches.fetches == FETCH_NEVER or not self.are_known:
             return None
         ready = [node for node in nodes if node.is_ready]
         return min(ready, key=lambda node: (self._tokens_not_held(node), node.name), default=None)
 
-    def _prefix_fetch(self, node: Node) -> PrefixFetch | None:
+    def _prefix_fetch(self, source: Node, node: Node) -> PrefixFetch | None:
         """Return the remote prefix fetch that is worth while for the node; None for none."""
-        if self._source is None or self._source is node:
+        if source is node:
             return None
-        num_left = self._tokens_not_held(self._source)
-        num_fetched = self._tokens_to_compute(node) - num_left
-        computed_s, prefix_fetches = num_fetched / self._rate[node], self._transfers.prefix_fetches
-        if not prefix_fetches.is_worth((self._source.name, node.name), num_fetched, computed_s):
+        num_left = self._tokens_not_held(source)
+        num_fetched = self._to_compute[node] - num_left
+        computed_s, prefix_fetches = num_fetched / self._rate[node], self.transfers.prefix_fetches
+        if not prefix_fetches.is_worth((source.name, node.name), num_fetched, computed_s):
             return None
-        return PrefixFetch(
-            self._source, len(self._prompt) - num_left, num_fetched, prefix_fetches.patience_s(computed_s)
-        )
+        return PrefixFetch(source, len(self._prompt) - num_left, num_fetched, prefix_fetches.patience_s(computed_s))
 
     def _decode_cost(self, node: Node) -> _DecodeCost:
         account, num_taken = self._ledger.of(node), self._ledger.tokens_taken(node) + len(self._prompt)
-        num_shared = self._ledger.tokens_shared(node, self._prompt)
+        num_shared = num_cached = 0
+        if node.hints:
+            num_shared, num_cached = self._ledger.tokens_shared(node, self._prompt), self._prompt.tokens_cached(node)
         is_full = node.usable.slots <= account.num_sequences or num_taken - num_shared > node.pool_tokens
         return _DecodeCost(
             is_full,
-            self._transfers.credit_s if is_full else 0.0,
+            self.transfers.credit_s if is_full else 0.0,
             account.tokens_to_compute / self._rate[node],
-            (num_taken - max(num_shared, self._prompt.tokens_cached(node))) / node.pool_tokens,
+            (num_taken - max(num_shared, num_cached)) / node.pool_tokens,
         )
-
-    def _num_decoding_within(self, node: Node, seconds: float) -> float:
-        """Return how many of the node's sequences decode within `seconds` seconds."""
-        account = self._ledger.of(node)
-        if not account.num_sequences:
-            return 0.0
-        num_queued = self._num_queued - account.tokens_to_compute  # on the nodes that prefill for this one
-        part = min(1.0, seconds * (self._rates - self._rate[node]) / num_queued) if num_queued else 1.0
-        return account.num_sequences - account.num_arriving * (1.0 - part)

@@ -1,11 +1,11 @@
 """Choose the nodes of a request: what a placement policy gets and returns, and the policies. Pure.
 
 `auto` chooses the pair of nodes that makes the fewest requests miss their SLO, and of those the cheapest in seconds.
-Predicted violations are those of coordinator/control/placement/slo_forecast.py, requests to come included; seconds are
-those of all requests (coordinator/control/placement/costs.py). Without SLOs the seconds decide; while no rate is known,
-pure prefill nodes come first. Among decode nodes of equal cost the one with most of its pool left is chosen; blocks
-that it has cached count as left. Nodes that have failed the request come last, and full decode nodes after those with
-room. Baselines to compare with:
+Predicted violations are those of coordinator/control/placement/slo_forecast.py, requests to come included. Seconds are
+those of all requests (coordinator/control/placement/costs.py) and, with SLOs, those of decode steps for this sequence
+alone. Without SLOs the seconds decide; while no rate is known, pure prefill nodes come first. Among decode nodes of
+equal cost the one with most of its pool left is chosen; blocks that it has cached count as left. Nodes that have failed
+the request come last, and full decode nodes after those with room. Baselines to compare with:
 
     sum            the seconds alone, without predicted violations
     never, always  one node for both phases, or two nodes, wherever that is possible
@@ -127,14 +127,22 @@ class CheapestPlacement:
             weighing = _Weighing(costs, None, None, wanted.avoid)
         else:
             least = spared_node(prefill_nodes, ledger, now)
-            has_other = any(node is not least and not costs.decode(node).is_full for node in decode_nodes)
-            weighing = _Weighing(costs, forecast, least if has_other else None, wanted.avoid)
-        alone = [(node, node) for node in set(prefill_nodes).intersection(decode_nodes)]
+            if least is not None and not _can_spare(least, decode_nodes, costs, forecast):
+                least = None
+            weighing = _Weighing(costs, forecast, least, wanted.avoid)
+        alone = weighing.best_alone(set(prefill_nodes).intersection(decode_nodes))
         two = list(_two(costs, wanted.avoid, *within_pools(prefill_nodes, decode_nodes, wanted)))
         pairs = [*(two if self._may_be_two else ()), *(alone if self._may_be_alone else ())] or [*two, *alone]
         if not pairs:
             raise RequestError(NO_DECODE_WORKER, NO_PAIR)
         return weighing.placed(*weighing.best(pairs))
+
+
+def _can_spare(node: Node, decode_nodes: Sequence[Node], costs: Costs, forecast: SloForecast) -> bool:
+    """Return whether the other decode nodes have room, and could decode all the sequences that are expected."""
+    others = [other for other in decode_nodes if other is not node]
+    has_room = any(not costs.decode[other].is_full for other in others)
+    return has_room and forecast.on(others[0]).may_decode_arrivals(len(others))
 
 
 def _two(
@@ -147,14 +155,14 @@ def _two(
     takers = [node for node in decode_nodes if node.usable.accepts_transfers]
     if not takers:
         return
-    credit_s = min(costs.decode(node).credit_s for node in takers)
+    credit_s = min(costs.decode[node].credit_s for node in takers)
 
     def by_seconds(node: Node) -> tuple[bool, bool, float, str]:
-        prefill = costs.prefill(node)
+        prefill = costs.prefill[node]
         is_second_choice = node.decodes and not costs.are_known
         return node in avoid, is_second_choice, max(prefill.own_s, credit_s) + prefill.others_s, node.name
 
-    best = nsmallest(MOST_WEIGHED, takers, lambda node: (node in avoid, costs.decode(node), node.name))
+    best = nsmallest(MOST_WEIGHED, takers, lambda node: (node in avoid, costs.decode[node], node.name))
     for prefill_node in nsmallest(MOST_PREFILL_NODES, prefill_nodes, by_seconds):
         yield from ((prefill_node, decode_node) for decode_node in best if decode_node is not prefill_node)
 
@@ -188,9 +196,9 @@ class _Weighing:
         placed = Placed(
             prefill_node,
             decode_node,
-            prefix_fetch=self._costs.prefill(prefill_node).prefix_fetch,
+            prefix_fetch=self._costs.prefill[prefill_node].prefix_fetch,
             queue_s=self._costs.queue_s(prefill_node),
-            is_full=self._costs.decode(decode_node).is_full,
+            is_full=self._costs.decode[decode_node].is_full,
         )
         if self._forecast is None:
             return placed
@@ -213,6 +221,15 @@ class _Weighing:
             displaces_prompt=num_late == 1 and prefill.displaces_prompt,
             is_prefill_timely=prefill.is_prefill_timely,
         )
+
+    def best_alone(self, nodes: Iterable[Node]) -> list[Pair]:
+        """Return the mixed nodes with the least bounds (see `_bound`), each for both phases."""
+
+        def order(node: Node) -> tuple[bool, bool, float, float, str]:
+            decode = self._costs.decode[node]
+            return node in self._avoid, decode.is_full, self._least_s(node, node), decode.part, node.name
+
+        return [(node, node) for node in nsmallest(MOST_WEIGHED, nodes, order)]
 
     def best(self, pairs: Iterable[Pair]) -> Pair:
         """Return the least pair in order.
@@ -239,13 +256,13 @@ class _Weighing:
         """Return a lower bound of the pair's order: no violations, and all the time of the prefill node for the
         prompt."""
         prefill_node, decode_node = pair
-        decode = self._costs.decode(decode_node)
+        decode = self._costs.decode[decode_node]
         return _Order(
             sum(node in self._avoid for node in {prefill_node, decode_node}) if self._avoid else 0,
             prefill_node.decodes and not self._costs.are_known,
             0,
             decode.is_full,
-            self._costs.seconds(prefill_node, decode_node),
+            self._least_s(prefill_node, decode_node),
             0 if not prefill_node.decodes else 1 if prefill_node is decode_node else 2,
             decode.part,
             (prefill_node.name, decode_node.name),
@@ -283,20 +300,26 @@ class _Weighing:
 
     def _count_late(self, forecast: SloForecast, prefill_node: Node, decode_node: Node) -> int:
         decode = forecast.on(decode_node)
-        waits_s = max(self._costs.decode(decode_node).credit_s, decode.room_s)
+        waits_s = max(self._costs.decode[decode_node].credit_s, decode.room_s)
         if prefill_node is decode_node:
             return decode.late_by_both(waits_s)
         prefill = forecast.on(prefill_node)
-        return prefill.late_by_prefill + decode.late_by_decode(waits_s, prefill.own_begins_s)
+        transfer_s = self._costs.transfers.transfer_s
+        return prefill.late_by_prefill + decode.late_by_decode(waits_s, prefill.own_begins_s, transfer_s)
+
+    def _least_s(self, prefill_node: Node, decode_node: Node) -> float:
+        """Return the seconds of the pair, with the decode steps that only this sequence needs."""
+        seconds = self._costs.seconds(prefill_node, decode_node)
+        return seconds if self._forecast is None else seconds + self._forecast.added_decode_s(decode_node)
 
     def _seconds(self, prefill_node: Node, decode_node: Node) -> float:
-        """Return the seconds of the pair, with the delay by sequences with an SLO on the prefill node."""
-        seconds = self._costs.seconds(prefill_node, decode_node)
+        """Return the same with the delay by sequences with an SLO on the prefill node."""
+        seconds = self._least_s(prefill_node, decode_node)
         if self._forecast is None:
             return seconds
         prefill = self._forecast.on(prefill_node)
         begins_s = prefill.lasting_begins_s if self._prefills_beside_decode(prefill_node) else prefill.own_begins_s
-        return seconds + max(0.0, begins_s - self._costs.prefill(prefill_node).own_s)
+        return seconds + max(0.0, begins_s - self._costs.prefill[prefill_node].own_s)
 
 
 # ---- baselines ----
@@ -380,7 +403,7 @@ def best_prefill_node(nodes: Sequence[Node], ledger: Ledger, wanted: Wanted, tra
     costs = Costs(nodes, ledger, wanted.prompt, transfers)
 
     def order(node: Node) -> tuple[bool, float, str]:
-        prefill = costs.prefill(node)
+        prefill = costs.prefill[node]
         return node in wanted.avoid, prefill.own_s + prefill.others_s, node.name
 
     prefill_node = min(prefill_nodes, key=order)
@@ -406,7 +429,7 @@ def best_decode_node(
     costs = Costs(nodes, ledger, wanted.prompt, transfers)
 
     def order(node: Node) -> tuple[bool, bool, float, str]:
-        decode = costs.decode(node)
+        decode = costs.decode[node]
         return node in wanted.avoid, decode.is_full, decode.part, node.name
 
     decode_node = min(able, key=order, default=None)

@@ -31,7 +31,9 @@ A sequence also costs prompts that have not arrived: while it decodes, its node 
 anyway one more hardly matters, so sequences do no harm if they leave one node free (`spared_node`). On that node a
 sequence counts as LOST_ARRIVAL_FACTOR violations for each request that is expected at the recent rate and that the node
 could not prefill in the time that the sequence adds. A prompt on another node is prefilled beside sequences, also
-beside those to come (`lasting_begins_s`).
+beside those to come (`lasting_begins_s`). No node is spared where the others could not decode all sequences to come
+(`may_decode_arrivals`). The steps that a node makes for one sequence alone count as seconds (`added_decode_s`): else
+short sequences that are cheap one by one would keep a prefill node decoding.
 """
 
 import math
@@ -41,11 +43,11 @@ from functools import cached_property, partial
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
-from coordinator.control.load import Ledger, LimitedPart
+from coordinator.control.load import Ledger, LimitedPart, LiveRequest
 from coordinator.control.nodes import Node
 from coordinator.control.placement.costs import Wanted
 from serving_core.node.costs import StepLoad
-from serving_core.slo import PROMPT_TIME_SHARE, timely
+from serving_core.slo import DECODE_STRETCH, PROMPT_TIME_SHARE, timely
 
 STARTED_SHARE: Final = (
     0.4  # share of the waiting sequences that decode while the others are prefilled; tuned in simulation
@@ -120,6 +122,15 @@ class SloForecast:
         """
         self._ledger, self._wanted, self._now, self._num_fetched = ledger, wanted, now, num_fetched
         self._nodes: dict[Node, NodeForecast] = {}
+        self._most_left = ledger.most_left(now)
+
+    def added_decode_s(self, node: Node) -> float:
+        """Return the seconds of decode steps that the node would make for the sequence alone.
+
+        These are the steps after the end of the sequences that it decodes now.
+        """
+        num_steps = self._wanted.num_expected - 1 - self._most_left.get(node, 0)
+        return num_steps * node.load.lone_step_s if num_steps > 0 else 0.0
 
     @property
     def has_slos(self) -> bool:
@@ -134,16 +145,18 @@ class SloForecast:
             self._nodes[node] = NodeForecast(node, self._ledger, self._wanted, num_tokens, self._now, self)
         return self._nodes[node]
 
-    def begins_s(self, part: LimitedPart) -> float:
+    def begins_s(self, request: LiveRequest) -> float:
         """Return the seconds until the prompt of a sequence is prefilled, on whatever node; 0 if it is."""
-        return 0.0 if part.prefill_node is None else self.on(part.prefill_node).prefilled_s[id(part.due)]
+        node = request.prefill_node
+        return 0.0 if node is None else self.on(node).prefilled_s[id(request)]
 
-    def least_begins_s(self, part: LimitedPart) -> float:
+    def least_begins_s(self, request: LiveRequest) -> float:
         """Return the seconds until the prompt of a sequence is prefilled if prompts got all of its node's time.
 
         0 if the prompt is prefilled.
         """
-        return 0.0 if part.prefill_node is None else self.on(part.prefill_node).least_prefilled_s[id(part.due)]
+        node = request.prefill_node
+        return 0.0 if node is None else self.on(node).least_prefilled_s[id(request)]
 
 
 class _Sequence(NamedTuple):
@@ -186,22 +199,24 @@ class NodeForecast:
         self._num_tokens_lacking = ledger.tokens_taken(node) + num_needed - node.pool_tokens
         self._tokens_alone = partial(ledger.tokens_alone, node)
         self._steps_s = step_s(node, ledger), step_s(node, ledger, 1, len(wanted.prompt))
-        parts = list(ledger.limited_parts(node))
-        self._unprefilled = [each for each in parts if each.num_to_compute]
-        num_unbegun = sum(each.is_decoded for each in self._unprefilled)
+        parts = ledger.limited_parts(node)
+        self._unprefilled = [each for each in parts if each[0].tokens_to_compute]
+        num_unbegun = sum([part.is_decoded for part, _, _ in self._unprefilled])
         num_begin = round(STARTED_SHARE * num_unbegun)
         self._paces_s = step_s(node, ledger, num_begin), step_s(node, ledger, 1 + num_begin, len(wanted.prompt))
-        self._decoded = [each for each in parts if each.is_decoded]
-        self._jobs = [self._job(each.num_to_compute, each.due.token_s(each.num_output)) for each in self._unprefilled]
+        self._decoded = [each for each in parts if each[0].is_decoded]
+        self._jobs = [
+            self._job(part.tokens_to_compute, due.token_s(request.num_output))
+            for part, request, due in self._unprefilled
+        ]
         self._each_s: dict[int, float] = {}  # seconds of a step, by its sequences
         self._paces: dict[int, PrefillPace] = {}  # by the number of additional sequences
         self._num_unlimited = account.num_sequences - account.num_unprefilled - (len(self._decoded) - num_unbegun)
         self._cached_each = (account.tokens_held + len(wanted.prompt)) / (account.num_sequences + 1)
         self._arrivals = wanted.arrivals
         self._num_ahead, self._num_spare = wanted.num_ahead, wanted.num_spare
-        self._most_left = max([each.num_left for each in self._decoded], default=0)
-        num_left = wanted.num_tokens - len(wanted.prompt) if wanted.num_left is None else wanted.num_left
-        self._own_num_left = num_left - 1  # once its prompt is prefilled
+        self._most_left = max([request.num_left for _, request, _ in self._decoded], default=0)
+        self._own_num_left = wanted.num_expected - 1  # once its prompt is prefilled
         self._own = None if wanted.due is None else wanted.due.tpot_s
         own_due_s = math.inf if wanted.due is None else wanted.due.token_s(wanted.num_output)
         self._own_tokens = num_own_tokens
@@ -251,12 +266,14 @@ class NodeForecast:
         """Return whether the request's first token would be late even if prompts got all of the node's time."""
         return self.least_prefill_s > self._own_job.due_s
 
-    def late_by_decode(self, waits_s: float, begins_s: float = 0.0) -> int:
+    def late_by_decode(self, waits_s: float, begins_s: float = 0.0, transfer_s: float = 0.0) -> int:
         """Return how many more requests miss their SLO if the node decodes the sequence, and another one prefills it.
 
-        That takes `begins_s` seconds, and the sequence waits `waits_s` seconds for credit.
+        That takes `begins_s` seconds, the sequence waits `waits_s` seconds for credit, and its first decode step begins
+        `transfer_s` seconds after that.
         """
         own = self._own_sequence(max(waits_s, begins_s), is_arriving=True)
+        own = own._replace(due_s=own.due_s - transfer_s)
         is_late = self._own is not None and self._own < math.inf and waits_s > begins_s
         if is_late:
             own = own._replace(due_s=math.inf)  # it counts only once
@@ -291,24 +308,26 @@ class NodeForecast:
 
     @cached_property
     def least_prefilled_s(self) -> dict[int, float]:
-        """Return the seconds until each prompt of the node is prefilled if prompts got all of its time, by Due.
+        """Return the seconds until each prompt of the node is prefilled if prompts got all of its time, by request.
 
-        The key is the id() of the request's Due.
+        The key is the id() of the request.
         """
         work_s, prefilled_s = 0.0, {}
-        for job, part in sorted(zip(self._jobs, self._unprefilled, strict=True), key=lambda pair: pair[0].due_s):
+        for job, (_, request, _) in sorted(
+            zip(self._jobs, self._unprefilled, strict=True), key=lambda pair: pair[0].due_s
+        ):
             work_s += job.seconds
-            prefilled_s[id(part.due)] = work_s
+            prefilled_s[id(request)] = work_s
         return prefilled_s
 
     @cached_property
     def prefilled_s(self) -> dict[int, float]:
-        """Return the seconds until each prompt of the node is prefilled beside its sequences, by Due.
+        """Return the seconds until each prompt of the node is prefilled beside its sequences, by request.
 
-        The key is the id() of the request's Due.
+        The key is the id() of the request.
         """
         pace = self._pace(0)
-        return {due: pace.seconds(work_s) for due, work_s in self.least_prefilled_s.items()}
+        return {request: pace.seconds(work_s) for request, work_s in self.least_prefilled_s.items()}
 
     def num_lost(self) -> int:
         """Return how many SLO violations of requests to come count against decoding the sequence on this node.
@@ -326,9 +345,20 @@ class NodeForecast:
     @cached_property
     def lasting_begins_s(self) -> float:
         """Return the seconds until the request's prompt is prefilled beside all sequences that are expected to come."""
-        each_s = self._step_s(max(1, round(self._arrivals.per_s * self._own_num_left * self._step_s(1))))
+        each_s = self._step_s(max(1, len(self._decoded), round(self._num_to_come)))
         share = 1 - each_s / self._tightest_s if self._tightest_s < math.inf else self._chunk_share(each_s)
         return max(self.own_begins_s, self._own_job.seconds / max(PROMPT_TIME_SHARE, share))
+
+    @property
+    def _num_to_come(self) -> float:
+        """Return how many of the sequences that are expected decode at a time, each step as long as the tightest
+        limit."""
+        each_s = self._tightest_s if self._tightest_s < math.inf else self._step_s(1)
+        return self._arrivals.per_s * self._arrivals.num_output * each_s
+
+    def may_decode_arrivals(self, num_nodes: int) -> bool:
+        """Return whether `num_nodes` nodes like this one could decode all the sequences that are expected to come."""
+        return self._step_s(max(1, round(self._num_to_come / num_nodes))) <= DECODE_STRETCH * self._tightest_s
 
     def tpot_ratio(self, begins_s: float) -> float:
         """Return the decode step that is rarely exceeded, as a multiple of the tightest attainable SLO on TPOT.
@@ -351,7 +381,7 @@ class NodeForecast:
     def _tightest_s(self) -> float:
         """Return the tightest SLO on TPOT, the request's included, that a step of one sequence attains; inf without
         one."""
-        limits_s = [each.due.tpot_s for each in self._decoded] + ([] if self._own is None else [self._own])
+        limits_s = [due.tpot_s for _, _, due in self._decoded] + ([] if self._own is None else [self._own])
         alone_s = self._step_s(1)
         return min([each for each in limits_s if each >= alone_s], default=math.inf)
 
@@ -364,9 +394,9 @@ class NodeForecast:
         `each_s`."""
         ends_s = begins_s + self._own_num_left * each_s
         moments = []
-        for each in self._decoded:
-            from_s = 0.0 if each.num_output else self._least_begins_s(each)
-            until_s = from_s + each.num_left * each_s
+        for _, request, _ in self._decoded:
+            from_s = 0.0 if request.num_output else self._least_begins_s(request)
+            until_s = from_s + request.num_left * each_s
             if from_s < ends_s and until_s > begins_s:
                 moments += [(max(from_s, begins_s), 1), (until_s, -1)]
         most = num_now = 0
@@ -386,7 +416,7 @@ class NodeForecast:
         Slots become free as running sequences with an SLO end; where these are fewer, the last of them counts. 0
         without such sequences.
         """
-        nums_left = sorted(each.num_left for each in self._decoded if each.num_output)
+        nums_left = sorted([request.num_left for _, request, _ in self._decoded if request.num_output])
         return self._steps_s[0] * nums_left[min(self._num_ahead, len(nums_left) - 1)] if nums_left else 0.0
 
     @cached_property
@@ -399,11 +429,11 @@ class NodeForecast:
         if num_slots <= 0 and num_tokens <= 0:
             return 0.0
         num_left = 0
-        for each in sorted(self._decoded, key=lambda part: part.num_left):
+        for part, request, _ in sorted(self._decoded, key=lambda each: each[1].num_left):
             if num_slots <= 0 and num_tokens <= 0:
                 break
-            num_slots, num_tokens = num_slots - 1, num_tokens - self._tokens_alone(each)
-            num_left = each.num_left
+            num_slots, num_tokens = num_slots - 1, num_tokens - self._tokens_alone(part)
+            num_left = request.num_left
         return num_left * self._steps_s[0]
 
     def _job(self, num_tokens: int, due_s: float) -> Job:
@@ -428,7 +458,7 @@ class NodeForecast:
     @cached_property
     def _not_begun(self) -> list[LimitedPart]:
         """Return the sequences without a first token, or whose first token's time is unknown."""
-        return [each for each in self._decoded if not each.num_output or each.due.began_s is None]
+        return [each for each in self._decoded if not each[1].num_output or each[2].began_s is None]
 
     @cached_property
     def _slowest_s(self) -> float:
@@ -438,9 +468,9 @@ class NodeForecast:
         """
         now = self._now
         paces_s = [
-            (due.began_s + (num_output + num_left - 1) * due.tpot_s - now) / num_left
-            for _, _, _, _, due, num_output, num_left, _, _ in self._decoded
-            if num_output and due.began_s is not None
+            (began_s + (request.num_output + (num_left := request.num_left) - 1) * due.tpot_s - now) / num_left
+            for _, request, due in self._decoded
+            if request.num_output and (began_s := due.began_s) is not None
         ]
         return min(paces_s, default=math.inf)
 
@@ -448,12 +478,13 @@ class NodeForecast:
     def _sequences(self) -> list[_Sequence]:
         return [self._sequence(each) for each in self._decoded]
 
-    def _sequence(self, part: LimitedPart) -> _Sequence:
-        due = part.due
-        if part.num_output and due.began_s is not None:
-            last = part.num_output + part.num_left - 1
-            return _Sequence(0.0, part.num_left, due.began_s + last * due.tpot_s - self._now)
-        return _yet_to_begin(self._begins_s(part), part.num_left - 1, due.tpot_s, part.is_arriving)
+    def _sequence(self, limited: LimitedPart) -> _Sequence:
+        part, request, due = limited
+        num_left = request.num_left
+        if request.num_output and due.began_s is not None:
+            last = request.num_output + num_left - 1
+            return _Sequence(0.0, num_left, due.began_s + last * due.tpot_s - self._now)
+        return _yet_to_begin(self._begins_s(request), num_left - 1, due.tpot_s, part.is_arriving)
 
     def _own_sequence(self, begins_s: float, *, is_arriving: bool = False) -> _Sequence:
         return _yet_to_begin(begins_s, self._own_num_left, math.inf if self._own is None else self._own, is_arriving)
@@ -510,7 +541,7 @@ class NodeForecast:
     @cached_property
     def _tightest_begun_s(self) -> float:
         """Return the tightest SLO on TPOT of the sequences that have a token; inf without one."""
-        return min([each.due.tpot_s for each in self._decoded if each.num_output], default=math.inf)
+        return min([due.tpot_s for _, request, due in self._decoded if request.num_output], default=math.inf)
 
     def _late_prompts(self, jobs: list[Job], num_more: int = 0) -> int:
         due = [each for each in jobs if each.seconds and each.due_s < math.inf]
@@ -524,10 +555,6 @@ class NodeForecast:
         pace = self._pace(num_more)
         found = timely([each.seconds for each in due], [pace.work_s(each.due_s) for each in due])
         return [due[index] for index in found]
-
-    def _is_overdue(self, part: LimitedPart) -> bool:
-        """Return whether the first token is overdue: such a prompt is prefilled after those that can be in time."""
-        return not part.num_output and part.due.first_s <= self._now
 
     def _pace(self, num_more: int) -> PrefillPace:
         """Return the progress of prompts beside the node's sequences and `num_more` more."""
@@ -546,12 +573,11 @@ class NodeForecast:
         if not step_s:
             return PrefillPace(math.inf, 1.0)
         share = self._chunk_share(step_s)
-        dues = [each for each in self._decoded if each.due.tpot_s >= step_s]
         own_s = own_s if own_s >= step_s else math.inf
-        tightest_s = min([own_s, *[each.due.tpot_s for each in dues]])
+        tightest_s = min([own_s, *[due.tpot_s for _, _, due in self._decoded if due.tpot_s >= step_s]])
         if tightest_s == math.inf:
             return PrefillPace(0.0, share)
-        next_s = min([own_s, *[self._next_s(each) for each in dues if each.num_output or not self._is_overdue(each)]])
+        next_s = min([own_s, *[next_s for tpot_s, next_s in self._next_s if tpot_s >= step_s]])
         bank_s = (next_s if next_s < math.inf else 0.0) - step_s
         share = max(PROMPT_TIME_SHARE, min(share, 1 - step_s / tightest_s))
         return PrefillPace(max(0.0, bank_s), share, num_left * step_s)
@@ -561,14 +587,23 @@ class NodeForecast:
         chunk_s = self._weights.of_chunk(0, self._chunk_tokens, is_first=True)
         return chunk_s / (chunk_s + step_s) if chunk_s else 1.0
 
-    def _next_s(self, part: LimitedPart) -> float:
-        """Return the seconds until the next token of the sequence on this node is due.
+    @cached_property
+    def _next_s(self) -> list[tuple[float, float]]:
+        """Return, for each sequence, its SLO on TPOT and the seconds until its next token on this node is due.
 
-        A sequence that another node prefills arrives with its first token.
+        A sequence that another node prefills arrives with its first token. A sequence whose first token is overdue is
+        left out: its prompt is prefilled after those that can be in time.
         """
-        due, num_output = part.due, part.num_output
-        if num_output and due.began_s is not None:
-            return due.began_s + num_output * due.tpot_s - self._now
-        if part.is_arriving and not num_output:
-            return self._least_begins_s(part) + due.tpot_s
-        return due.token_s(num_output) - self._now
+        now = self._now
+        next_s = [
+            (due.tpot_s, began_s + request.num_output * due.tpot_s - now)
+            for _, request, due in self._decoded
+            if request.num_output and (began_s := due.began_s) is not None
+        ]
+        for part, request, due in self._not_begun:
+            if request.num_output:
+                next_s.append((due.tpot_s, due.token_s(request.num_output) - now))
+            elif due.first_s > now:
+                arrives_s = self._least_begins_s(request) + due.tpot_s
+                next_s.append((due.tpot_s, arrives_s if part.is_arriving else due.first_s - now))
+        return next_s

@@ -67,6 +67,8 @@ def test_what_an_answer_will_have_is_guessed_again_when_it_has_that(ledger, node
         ledger.lengths.ended(length)
     ledger.set_due("r", Due(1.0, 0.1), 0, 500)
     ledger.decode("r", decode_node, 100)
+    assert not ledger.most_left(0.0), "it does not decode yet"
+    ledger.first_token("r", 0.0)
     assert ledger.most_left(0.0)[decode_node] == 20
     ledger.tokens_came(["r"], decode_node, 19)
     assert ledger.most_left(1.0)[decode_node] == 1
@@ -187,9 +189,9 @@ def test_a_node_that_has_told_of_no_block_may_keep_none(ledger, nodes):
     for number in range(2):
         ledger.set_due(f"{number}", Due(1.0, 0.1), 0, 10)
     write_alike(ledger, node, 2)
-    assert [ledger.tokens_alone(node, each) for each in ledger.limited_parts(node)] == [40, 40]
+    assert [ledger.tokens_alone(node, part) for part, *_ in ledger.limited_parts(node)] == [40, 40]
     node.hints.clear()
-    assert [ledger.tokens_alone(node, each) for each in ledger.limited_parts(node)] == [360, 360]
+    assert [ledger.tokens_alone(node, part) for part, *_ in ledger.limited_parts(node)] == [360, 360]
     assert ledger.tokens_taken(node) == 2 * 360
     assert ledger.tokens_shared(node, alike(2)) == 0
     assert ledger.tokens_spared("0") == 0.0
@@ -334,7 +336,7 @@ def test_accounts_are_the_sums_of_what_was_told(actions):
         for node in nodes:
             assert ledger.tokens_taken(node) == plain.taken(node)
             alone = [
-                (each.due, ledger.tokens_alone(node, each)) for each in ledger.limited_parts(node) if each.is_decoded
+                (due, ledger.tokens_alone(node, part)) for part, _, due in ledger.limited_parts(node) if part.is_decoded
             ]
             assert sorted(alone, key=id_of_due) == sorted(plain.alone(node), key=id_of_due)
             read = [marks for (_, prefill_node), marks in plain.read_marks.items() if prefill_node is node]

@@ -223,7 +223,7 @@ def test_prompts_that_wait_for_other_nodes_fill_a_pool_too(registry, ledger):
     b0, d0 = admit(registry, "b0"), admit(registry, "d0")
 
     def is_full():
-        return Costs(registry.nodes, ledger, Prompt(TOKENS), FREE).decode(b0).is_full
+        return Costs(registry.nodes, ledger, Prompt(TOKENS), FREE).decode[b0].is_full
 
     assign(ledger, b0, 0, 750)
     ledger.prefill("other", b0, 751)
@@ -242,7 +242,7 @@ def test_a_prompt_fills_a_pool_by_what_is_not_held_there_for_others(registry, le
     registry.cache_changed(b0, events.cache_changed([1]).cache_changed)
 
     def is_full(prompt):
-        return Costs(registry.nodes, ledger, prompt, FREE).decode(b0).is_full
+        return Costs(registry.nodes, ledger, prompt, FREE).decode[b0].is_full
 
     ledger.decode("first", b0, 100, Prompt(TOKENS).block_hashes(16))
     ledger.decode("other", b0, 1496)
@@ -340,7 +340,7 @@ def test_the_choice_is_as_good_as_the_best_of_all_pairs(described, num_tokens, t
     costs = Costs(registry.nodes, ledger, Prompt(TOKENS), transfers)
 
     def order(pair):
-        return len({*pair} & {*avoid}), costs.decode(pair[1]).is_full, costs.seconds(*pair)
+        return len({*pair} & {*avoid}), costs.decode[pair[1]].is_full, costs.seconds(*pair)
 
     if costs.are_known:
         best = min(map(order, pairs))

@@ -112,16 +112,66 @@ def test_an_answer_leaves_prompts_what_its_own_limit_does(fleet):
 
 
 def test_a_prompt_is_not_read_beside_the_answers_of_those_that_come(fleet):
-    """Two more tokens and b0 has nothing to do. But of eight requests a second, with 50 tokens each, five answers are
+    """Two more tokens and b0 has nothing to do. But of eight requests a second, with 26 tokens each, five answers are
     written at any time, in steps of 20 ms: of 24 ms they leave a sixth."""
     b0, _ = fleet.add("b0"), fleet.add("b1")
     fleet.writes(b0, 0.024, num_left=2)
-    due, coming = Due(NOW + 0.3, 0.024), Arrivals(8.0, 100.0)
+    due, coming = Due(NOW + 0.3, 0.024), Arrivals(8.0, 100.0, 26.0)
     there = fleet.late(b0, due, num_tokens=50, coming=coming)
     assert there.own_begins_s < 0.15
     assert there.lasting_begins_s == pytest.approx(0.110 * 6)
     assert names(fleet.place(due, num_tokens=50, coming=coming)) == "b1 b0"
     assert fleet.late(b0, due, num_tokens=50, coming=NO_ARRIVALS).lasting_begins_s == pytest.approx(0.110 * 2)
+
+
+def test_sequences_to_come_may_be_too_many_for_one_node(fleet):
+    """Of eight requests a second with 60 tokens each 12 decode at a time, in steps of 34 ms, of at most 1.3 times 24:
+    too many for one node, not for two."""
+    there = fleet.late(fleet.add("b0"), Due(NOW + 0.3, 0.024), coming=Arrivals(8.0, 100.0, 60.0))
+    assert not there.may_decode_arrivals(1)
+    assert there.may_decode_arrivals(2)
+
+
+@given(st.lists(st.integers(1, 200), max_size=12), st.floats(0, 50), st.floats(0, 50), st.integers(1, 3))
+def test_more_load_leaves_prompts_no_more_time(nums_left, per_s, more_per_s, num_nodes):
+    fleet = Fleet()
+    b0 = fleet.add("b0")
+    for num_left in nums_left:
+        fleet.writes(b0, 0.05, num_left=num_left)
+    less, more = (
+        fleet.late(b0, Due(NOW + 1, 0.05), coming=Arrivals(rate, 100.0, 40.0)) for rate in (per_s, per_s + more_per_s)
+    )
+    assert less.lasting_begins_s <= more.lasting_begins_s
+    assert less.may_decode_arrivals(num_nodes) >= more.may_decode_arrivals(num_nodes)
+    before_s = added_decode_s(fleet, b0)
+    fleet.writes(b0, 0.05, num_left=100)
+    assert added_decode_s(fleet, b0) <= before_s
+
+
+def added_decode_s(fleet, node):
+    """Of a request with ten tokens."""
+    wanted = Wanted(Prompt(TOKENS), len(TOKENS) + 10, due=Due(NOW + 9, 0.05))
+    return SloForecast(fleet.ledger, wanted, NOW).added_decode_s(node)
+
+
+def test_a_sequence_goes_where_steps_are_made_anyway(fleet):
+    """Nine tokens after the first take steps of 12 ms on a node without sequences. One with a queued prompt does not
+    decode yet, so they are as many there."""
+    b0, b1 = fleet.add("b0"), fleet.add("b1")
+    assert added_decode_s(fleet, b0) == pytest.approx(9 * 0.012)
+    fleet.reads(b0, 30, due_in_s=5, decode_node=b0, tpot_s=0.05)
+    assert added_decode_s(fleet, b0) == pytest.approx(9 * 0.012)
+    fleet.writes(b1, 0.05, num_left=6)
+    assert added_decode_s(fleet, b1) == pytest.approx(3 * 0.012)
+    fleet.writes(b1, 0.05, num_left=100)
+    assert added_decode_s(fleet, b1) == 0
+    assert names(fleet.place(Due(NOW + 9, 0.05), coming=NO_ARRIVALS)) == "b0 b1"
+
+
+def test_a_transfer_takes_of_the_time_until_the_last_token(fleet):
+    """Nine tokens after the first, in steps of 12 ms and due 20 ms each, have 72 ms to spare."""
+    d0, due = fleet.add("d0"), Due(NOW + 9, 0.020)
+    assert [fleet.late(d0, due).late_by_decode(0.0, 0.0, taken_s) for taken_s in (0.07, 0.075)] == [0, 1]
 
 
 def test_answers_take_no_more_of_the_time_than_they_have_tokens_left(fleet):
