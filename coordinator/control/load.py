@@ -441,7 +441,7 @@ class Ledger:
         return bool(self._limited)
 
     def limited_parts(self, node: Node) -> list[LimitedPart]:
-        """Return the node's part in each request with an SLO that it has a part in. Use it before the ledger changes."""
+        """Return the parts of the node in requests with an SLO. Use them before the ledger changes."""
         parts = self._limited.get(node, {}).values()
         return [(part, part.request, due) for part in parts if (due := part.request.due) is not None]
 

@@ -41,6 +41,7 @@ from splitserve.launch.models import LocalModel, Report
 from splitserve_bench.compare.arena import Arena
 from splitserve_bench.compare.contenders import SPLIT, ClusterContender, colocated
 from splitserve_bench.crew import worker
+from splitserve_bench.doctor.simulated import simulated_topologies
 from splitserve_bench.doctor.split_model import (
     Comparison,
     NodeCosts,
@@ -55,6 +56,7 @@ from splitserve_bench.doctor.split_model import (
 )
 from splitserve_bench.doctor.steps import ANSWERS, GO_ON, MEASURE, PROMPTS, StepFigures, StepTask
 from splitserve_bench.errors import BenchError
+from splitserve_bench.plan.topologies import Topologies
 from splitserve_bench.prompts import Prompts
 from splitserve_bench.serve.metrics import tpot_s, ttft_s
 from splitserve_bench.serve.records import Outcome, PlannedRequest
@@ -144,6 +146,13 @@ class DoctorFigures:
     comparisons: tuple[Comparison, ...]
     most_prompt_tokens: int  # that the ranges go to: those that the model takes
     pays: tuple[PaysBetween, ...]
+    topologies: Topologies | None = None  # simulated, where there are cores for a node with those of both
+
+    @property
+    def usual(self) -> Comparison:
+        """Return the comparison of the middle one of the lengths."""
+        ordered = sorted(self.comparisons, key=lambda each: (each.prompt_tokens, each.output_tokens))
+        return ordered[len(ordered) // 2]
 
 
 async def measure_doctor(
@@ -164,7 +173,10 @@ async def measure_doctor(
         names = f"{WHOLE_NODE}, prompts", f"{WHOLE_NODE}, answers"
         whole = await measured(dict(zip(names, (prefill, decode), strict=True)), report, at_once=False)
     transfers = await _transfers(layout, report)
-    return conclude(model.name, sizes, nodes, whole, transfers, layout.token_bytes, most_tokens)
+    figures = conclude(model.name, sizes, nodes, whole, transfers, layout.token_bytes, most_tokens)
+    node = node_sizes(model.folder, settings)
+    topologies = simulated_topologies(model.name, node, figures.costs, figures.usual)
+    return dataclasses.replace(figures, topologies=topologies)
 
 
 async def measured(tasks: Mapping[str, StepTask], report: Report, *, at_once: bool) -> Sequence[StepFigures]:

@@ -12,7 +12,7 @@ from rich.text import Text
 from serving_core.units import size_of
 from splitserve.commands.terminal import plain_table
 from splitserve_bench.doctor.measure import TRANSPORT, DoctorFigures, Measured, PaysBetween
-from splitserve_bench.doctor.split_model import MARGIN
+from splitserve_bench.plan.topologies import NUM_REQUESTS, TPOT_SCALE, TTFT_SCALE
 from splitserve_bench.report import engine_line, table_of
 
 STYLES: Final = {"split": "green", "even": "", "colocated": "yellow"}
@@ -118,16 +118,25 @@ def pays_lines(figures: DoctorFigures) -> list[str]:
 
 
 def _whole_lines(figures: DoctorFigures) -> list[str]:
-    """Return in words what one node on the cores of both would serve, with its command when that is more."""
+    """Return in words what one node on the cores of both would serve, with its command where it would keep more."""
     ratios = [each.whole_ratio for each in figures.comparisons if each.whole_ratio is not None]
     if not ratios:
         return []
-    usual = median(ratios)
-    told = (
-        f"One node of {2 * figures.cores} cores would serve {usual:.2f} times as many requests/s as the better of "
-        f"both, in the median of these lengths ({min(ratios):.2f} to {max(ratios):.2f})"
+    lines = [
+        f"One node of {2 * figures.cores} cores would serve {median(ratios):.2f} times as many requests/s as the "
+        f"better of both, in the median of these lengths ({min(ratios):.2f} to {max(ratios):.2f})"
+    ]
+    kept = figures.topologies
+    if kept is None:
+        return lines
+    others = ", ".join(f"{name} {share:.0%}" for name, share in kept.others.items())
+    line = (
+        f"Simulated, {NUM_REQUESTS} requests of some {kept.prompt_tokens} + {kept.output_tokens} tokens at "
+        f"{kept.requests_per_s:.3g} a second, within {TTFT_SCALE:g} times the TTFT and {TPOT_SCALE:g} times the TPOT "
+        f"of one alone: one node keeps {kept.whole:.0%}, {others}"
     )
-    return [f"{told}: splitserve up --mixed 1" if usual >= MARGIN else told]
+    is_better = kept.whole > max(kept.others.values())
+    return [*lines, f"{line}: splitserve up --mixed 1" if is_better else line]
 
 
 def _range(each: PaysBetween, most_prompt_tokens: int) -> str:

@@ -24,6 +24,7 @@ from splitserve_bench.doctor import measure as measuring
 from splitserve_bench.doctor.environment import command_for, find_environment
 from splitserve_bench.doctor.measure import DoctorBench, Measured, batches_of, conclude, measured, node_cpus
 from splitserve_bench.doctor.report import pays_lines
+from splitserve_bench.doctor.simulated import simulated_topologies
 from splitserve_bench.doctor.split_model import (
     NodeCosts,
     PrefillCost,
@@ -40,6 +41,7 @@ from splitserve_bench.simulate.profile import Grid, TransferProfile
 from splitserve_bench.transfer import peer
 from tests.effort import few
 from tests.tiny_models import write_fake_model
+from tests.unit.splitserve_bench.simulate_kit import SIZES
 from tests.unit.splitserve_bench.stand_ins import worker_here
 
 # A prompt takes 10 ms + 1 ms a token, a step 20 ms for 4 answers and 30 ms for 8, a KV transfer 2 ms + 10 µs a token.
@@ -244,8 +246,24 @@ def test_one_node_in_place_of_two():
     assert pays_lines(figures)[-1] == (
         f"One node of 2 cores would serve {told} ({min(ratios):.2f} to {max(ratios):.2f})"
     )
-    better = concluded((50,), part=0.25)
-    assert pays_lines(better)[-1].endswith("): splitserve up --mixed 1")
+
+
+@pytest.mark.parametrize(("part", "is_better"), [(0.2, True), (1.5, False)])
+def test_one_large_node_is_advised_where_it_keeps_more_in_the_simulator(part, is_better):
+    """Its steps take that part of the seconds of the small nodes, beyond 10 ms."""
+    figures = concluded((50,), part=part)
+    assert (figures.usual.prompt_tokens, figures.usual.output_tokens) == (200, 50)
+    kept = simulated_topologies("tiny", SIZES, figures.costs, figures.usual)
+    assert (kept.whole > max(kept.others.values())) == is_better
+    assert list(kept.others) == ["1P+1D", "2B"]
+    line = pays_lines(dataclasses.replace(figures, topologies=kept))[-1]
+    assert f"one node keeps {kept.whole:.0%}, 1P+1D {kept.others['1P+1D']:.0%}" in line
+    assert line.endswith(": splitserve up --mixed 1") == is_better
+
+
+def test_nothing_is_simulated_without_a_large_node():
+    figures = concluded(part=None)
+    assert simulated_topologies("tiny", SIZES, figures.costs, figures.usual) is None
 
 
 @pytest.mark.parametrize(
