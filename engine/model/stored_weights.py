@@ -1,20 +1,20 @@
 """Read weights as quantized checkpoints store them, and convert them to matrices to compute with.
 
-Each format has a reader. A weight of 8-bit floats is read as plain floats.
+Each format of integers has a reader; engine/model/stored_floats.py reads the others.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
 
-from engine.model.checkpoint import INTEGERS, Checkpoint, Part, Span, whole_tensor
+from engine.model.checkpoint import INTEGERS, Checkpoint, Part, whole_tensor
 from engine.quantization.quantized_linear import QuantizedMatrix
 from engine.quantization.weight_quantization import INPUTS_MULTIPLE, QuantizedWeight
 from serving_core.errors import ModelError
-from serving_core.model_files.stored_quantization import FP8, FP8_SCALES, WHOLE, StoredQuantization
+from serving_core.model_files.stored_quantization import WHOLE, StoredQuantization
 from serving_core.model_files.stored_tensors import FLOATS
 from serving_core.sharding import Extent, whole
 
@@ -82,8 +82,21 @@ def matrix_of(weight: GroupedWeight, device: torch.device) -> QuantizedMatrix | 
     return matrix
 
 
+def matrix_sizes(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
+    """Return the sizes of a stored matrix. Raises ModelError for a tensor of another number of dimensions."""
+    shape, _ = checkpoint.describe(name)
+    if len(shape) != 2:
+        raise ModelError(f"{name} has shape {list(shape)}; it must be a matrix")
+    return shape[0], shape[1]
+
+
 class Reader(Protocol):
     """Reads the weights of one format of quantized checkpoints."""
+
+    numbers: tuple[str, ...]  # the names that the tensor of a weight's numbers may have
+
+    def sizes(self, stored: StoredQuantization, checkpoint: Checkpoint, module: str) -> tuple[int, int]:
+        """Return the outputs and inputs of a module whose weight is stored in this format."""
 
     def parts(
         self, stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: int, inputs: int
@@ -111,6 +124,12 @@ _SHIFTS: Final = tuple(4 * _OUTPUT_OF.index(output) for output in range(PER_WORD
 
 class AwqReader:
     """Reads AWQ checkpoints (gemm): numbers and zeros of 4 bits, packed along the outputs."""
+
+    numbers: tuple[str, ...] = ("qweight",)
+
+    def sizes(self, stored: StoredQuantization, checkpoint: Checkpoint, module: str) -> tuple[int, int]:
+        inputs, words = matrix_sizes(checkpoint, f"{module}.qweight")
+        return words * PER_WORD, inputs
 
     def parts(
         self, stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: int, inputs: int
@@ -150,10 +169,17 @@ def _read_packed(checkpoint: Checkpoint, name: str, rows: Extent, outputs: Exten
 
 
 WORD_BITS: Final = 32
+WIDE_INTEGERS: Final = (*INTEGERS, "I64")
 
 
 class GptqReader:
     """Reads GPTQ checkpoints: numbers packed along the inputs, zeros along the outputs."""
+
+    numbers: tuple[str, ...] = ("qweight",)
+
+    def sizes(self, stored: StoredQuantization, checkpoint: Checkpoint, module: str) -> tuple[int, int]:
+        words, outputs = matrix_sizes(checkpoint, f"{module}.qweight")
+        return outputs, words * WORD_BITS // stored.bits
 
     def parts(
         self, stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: int, inputs: int
@@ -191,9 +217,14 @@ class GptqReader:
 
 
 def _groups(
-    stored: StoredQuantization, checkpoint: Checkpoint, module: str, num_inputs: int, num_groups: int
+    stored: StoredQuantization,
+    checkpoint: Checkpoint,
+    module: str,
+    num_inputs: int,
+    num_groups: int,
+    kind: str = "g_idx",
 ) -> torch.Tensor:
-    name = f"{module}.g_idx"
+    name = f"{module}.{kind}"
     if name not in checkpoint.names():
         return torch.arange(num_inputs) // (num_inputs if stored.group_size == WHOLE else stored.group_size)
     groups = checkpoint.read_all(Part(name, (whole(num_inputs),))).long()
@@ -211,7 +242,7 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 def _words(extent: Extent, per_word: int) -> Extent:
     """Return the words that hold a run of numbers."""
     held = range(extent.held.start // per_word, -(-extent.held.stop // per_word))
-    return Extent(extent.total // per_word, held)
+    return Extent(-(-extent.total // per_word), held)
 
 
 def _within(extent: Extent, per_word: int) -> slice:
@@ -220,111 +251,84 @@ def _within(extent: Extent, per_word: int) -> slice:
     return slice(first, first + len(extent.held))
 
 
-ZERO: Final = 128  # of W8A8
+class CompressedReader:
+    """Reads integer weights of compressed-tensors checkpoints.
 
-
-class W8A8Reader:
-    """Reads compressed-tensors checkpoints with 8-bit weights and activations.
-
-    Weights are signed bytes, with one scale for each output.
+    The numbers are signed: bytes (`weight`), or packed along the inputs with 2 ** (bits - 1) added (`weight_packed`).
+    Zeros are bytes, or packed along the outputs in the same way.
     """
+
+    numbers: tuple[str, ...] = ("weight_packed", "weight")
+
+    def sizes(self, stored: StoredQuantization, checkpoint: Checkpoint, module: str) -> tuple[int, int]:
+        if f"{module}.weight" in checkpoint.names():
+            return matrix_sizes(checkpoint, f"{module}.weight")
+        outputs, inputs = checkpoint.read_all(whole_tensor(f"{module}.weight_shape", (2,), WIDE_INTEGERS)).tolist()
+        return outputs, inputs
 
     def parts(
         self, stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: int, inputs: int
     ) -> list[Part]:
-        return [
-            whole_tensor(f"{module}.weight", (outputs, inputs), ("I8",)),
-            whole_tensor(f"{module}.weight_scale", (outputs, 1), FLOATS),
-        ]
+        per_word, names = WORD_BITS // stored.bits, checkpoint.names()
+        if stored.group_size != WHOLE and inputs % stored.group_size:
+            raise ModelError(f"{module} has {inputs} inputs; groups of {stored.group_size} do not divide them")
+        num_groups = 1 if stored.group_size == WHOLE else inputs // stored.group_size
+        wanted = [whole_tensor(f"{module}.weight_scale", (outputs, num_groups), FLOATS)]
+        if stored.bits == 8 and f"{module}.weight" in names:
+            wanted.append(whole_tensor(f"{module}.weight", (outputs, inputs), ("I8",)))
+        else:
+            wanted.append(whole_tensor(f"{module}.weight_packed", (outputs, -(-inputs // per_word)), INTEGERS))
+            wanted.append(whole_tensor(f"{module}.weight_shape", (2,), WIDE_INTEGERS))
+        if (name := f"{module}.weight_zero_point") in names:
+            is_packed = checkpoint.describe(name)[1] in INTEGERS
+            rows = -(-outputs // per_word) if is_packed else outputs
+            wanted.append(whole_tensor(name, (rows, num_groups), (*INTEGERS, "I8")))
+        if (name := f"{module}.weight_g_idx") in names:
+            wanted.append(whole_tensor(name, (inputs,), INTEGERS))
+        return wanted
 
     def read(
         self, stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: Extent, inputs: Extent
     ) -> GroupedWeight:
-        numbers = checkpoint.read_all(Part(f"{module}.weight", (outputs, inputs)))
-        scales = checkpoint.read_all(Part(f"{module}.weight_scale", (outputs, whole(1)))).float()
+        scales_name, offset = f"{module}.weight_scale", 2 ** (stored.bits - 1)
+        num_groups = checkpoint.describe(scales_name)[0][1]
+        if stored.bits == 8 and f"{module}.weight" in checkpoint.names():
+            numbers = checkpoint.read_all(Part(f"{module}.weight", (outputs, inputs)))
+            numbers = numbers.to(torch.int16).add_(offset).to(torch.uint8)
+        else:
+            per_word = WORD_BITS // stored.bits
+            packed = checkpoint.read_all(Part(f"{module}.weight_packed", (outputs, _words(inputs, per_word))))
+            numbers = _unpack(packed, stored.bits).flatten(1)[:, _within(inputs, per_word)].contiguous()
+        scales = checkpoint.read_all(Part(scales_name, (outputs, whole(num_groups)))).float().t().contiguous()
+        zeros = self._zeros(stored, checkpoint, f"{module}.weight_zero_point", outputs, num_groups)
+        groups = _groups(stored, checkpoint, module, inputs.total, num_groups, "weight_g_idx")
         return GroupedWeight(
-            numbers.to(torch.int16).add_(ZERO).to(torch.uint8),
-            torch.zeros(len(inputs.held), dtype=torch.int64),
-            scales.t().contiguous(),
-            torch.full((1, len(outputs.held)), ZERO, dtype=torch.uint8),
+            numbers,
+            groups[inputs.held.start : inputs.held.stop],
+            scales,
+            torch.full_like(scales, offset, dtype=torch.uint8) if zeros is None else zeros,
             stored.bits,
         )
 
+    def _zeros(
+        self, stored: StoredQuantization, checkpoint: Checkpoint, name: str, outputs: Extent, num_groups: int
+    ) -> torch.Tensor | None:
+        """Return the zeros [G, N] of a module; None where all are in the middle."""
+        if name not in checkpoint.names():
+            return None
+        if checkpoint.describe(name)[1] not in INTEGERS:
+            zeros = checkpoint.read_all(Part(name, (outputs, whole(num_groups))))
+            return zeros.t().to(torch.int16).add(2 ** (stored.bits - 1)).to(torch.uint8)
+        per_word = WORD_BITS // stored.bits
+        packed = checkpoint.read_all(Part(name, (_words(outputs, per_word), whole(num_groups))))
+        unpacked = _unpack(packed.t().contiguous(), stored.bits).flatten(1)
+        return unpacked[:, _within(outputs, per_word)].contiguous()
 
-READERS: Final[dict[str, Reader]] = {"gptq": GptqReader(), "awq": AwqReader(), "w8a8": W8A8Reader()}
 
-
-SCALES: Final = FP8_SCALES[:2]  # the names of a weight's factor; activations stay unquantized
-
-
-class Fp8Checkpoint(Checkpoint):
-    """A checkpoint some of whose weights are stored as 8-bit floats, which `read` returns as float32."""
-
-    def __init__(self, checkpoint: Checkpoint, stored: StoredQuantization) -> None:
-        self._checkpoint = checkpoint
-        self._block = stored.block
-
-    def names(self) -> set[str]:
-        return {name for name in self._checkpoint.names() if name.rpartition(".")[2] not in FP8_SCALES}
-
-    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        shape, dtype = self._checkpoint.describe(name)
-        return shape, "F32" if dtype == FP8 else dtype
-
-    def check(self, part: Part) -> None:
-        """Raise ModelError unless the tensor has the shape and one of the dtypes of `part`.
-
-        A weight of 8-bit floats must also have scales of a matching shape.
-        """
-        super().check(part)
-        shape, dtype = self._checkpoint.describe(part.name)
-        if dtype != FP8:
-            return
-        name = self._scale_name(part.name)
-        scale_shape, scale_dtype = self._checkpoint.describe(name)
-        wanted = self._scale_shapes(shape)
-        if scale_shape not in wanted or scale_dtype not in FLOATS:
-            raise ModelError(f"{name} is {scale_dtype} {list(scale_shape)}; it must be floats {list(wanted[0])}")
-
-    def read(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
-        if self._checkpoint.describe(part.name)[1] != FP8:
-            yield from self._checkpoint.read(part)
-            return
-        outputs, inputs = part.extents
-        scales = self._scales(part.name)
-        for row, tensor in self._checkpoint.read(part):
-            first = outputs.held.start + row
-            yield row, tensor.float().mul_(self._scales_of(scales, range(first, first + len(tensor)), inputs))
-
-    def spans(self, part: Part) -> Iterator[Span]:
-        return self._checkpoint.spans(part)
-
-    def _scale_name(self, weight: str) -> str:
-        module = weight.removesuffix(".weight")
-        for suffix in SCALES:
-            if f"{module}.{suffix}" in self._checkpoint.names():
-                return f"{module}.{suffix}"
-        raise ModelError(f"the weights lack {module}.{SCALES[0]}")
-
-    def _scale_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the shapes that the scales of a weight may have."""
-        if self._block is None:
-            return [(shape[0], 1), (shape[0],), (), (1,), (1, 1)]
-        return [tuple(-(-size // step) for size, step in zip(shape, self._block, strict=True))]
-
-    def _scales(self, weight: str) -> torch.Tensor:
-        """Return the scales, two-dimensional float32."""
-        name = self._scale_name(weight)
-        extents = tuple(map(whole, self._checkpoint.describe(name)[0]))
-        scales = self._checkpoint.read_all(Part(name, extents)).float()
-        return scales if scales.dim() == 2 else scales.reshape(-1, 1)
-
-    def _scales_of(self, scales: torch.Tensor, rows: range, inputs: Extent) -> torch.Tensor:
-        """Return the factors of these rows of the held inputs."""
-        if self._block is None:
-            return scales if len(scales) == 1 else scales[rows.start : rows.stop]
-        of_rows, of_columns = (
-            torch.arange(held.start, held.stop) // step
-            for held, step in zip((rows, inputs.held), self._block, strict=True)
-        )
-        return scales[of_rows][:, of_columns]
+READERS: Final[dict[str, Reader]] = {
+    "gptq": GptqReader(),
+    "awq": AwqReader(),
+    "w4a16": CompressedReader(),
+    "w8a16": CompressedReader(),
+    "w8a8": CompressedReader(),
+}

@@ -16,7 +16,8 @@ from engine.model.checkpoint import Checkpoint, Part, SafetensorsCheckpoint, Spa
 from engine.model.layers import Layer, Linear
 from engine.model.llama import LlamaDecoder
 from engine.model.lora import Delta
-from engine.model.stored_weights import READERS, Fp8Checkpoint, join, matrix_of
+from engine.model.stored_floats import FloatCheckpoint
+from engine.model.stored_weights import READERS, join, matrix_of
 from engine.native.linear_library import best_variant
 from serving_core.errors import ModelError
 from serving_core.model_files.adapters import DOWN, UP, StoredAdapter
@@ -88,7 +89,7 @@ def load_weights(
     """
     checkpoint = _open_text(folder, is_text_part=is_text_part)
     if stored is not None and stored.become_floats:
-        checkpoint, stored = Fp8Checkpoint(checkpoint, stored), None
+        checkpoint, stored = FloatCheckpoint(checkpoint, stored), None
     targets = list(_targets(model, checkpoint, stored))
     parts = [part for target in targets for part in target.parts]
     _check(checkpoint, parts, model.is_elsewhere)

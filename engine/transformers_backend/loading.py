@@ -37,15 +37,15 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.utils.generic import ContextManagers
 from transformers.utils.logging import disable_progress_bar
-from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+from transformers.utils.quantization_config import Mxfp4Config
 
 from engine.attention.paged import Attention
 from engine.forward_batch import build_batch
 from engine.model.checkpoint import Checkpoint, Part, TextPart, whole_tensor
+from engine.model.stored_floats import FloatCheckpoint
 from engine.model.weights import open_checkpoint, spell
 from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
@@ -68,7 +68,7 @@ from serving_core.layout import KVLayout
 from serving_core.model_files.config import ModelConfig
 from serving_core.model_files.load_progress import LoadProgress
 from serving_core.model_files.rope import LONGROPE
-from serving_core.model_files.stored_quantization import FP8, MXFP4
+from serving_core.model_files.stored_quantization import MXFP4
 from serving_core.model_files.stored_tensors import FLOATS
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
@@ -201,7 +201,7 @@ BESIDE_PLANS: Final[Mapping[str, Mapping[str, str]]] = {  # modules of divided a
 }
 PACKED: Final = 2  # matrices in one, stacked
 INTEGERS: Final = ("I64", "I32")  # of tables in a model
-QUANTIZED: Final = (FP8, "U8")  # storage formats of weights that become floats
+QUANTIZED: Final = ("U8",)  # storage formats of weights of which transformers makes floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,9 +386,9 @@ def load_transformers(
         check_quantizable(model, settings.quantization)
     try:
         checkpoint = open_checkpoint(folder)
-        quantizer = _dequantizer(config)
         of_text = TextPart(checkpoint) if config.is_text_part else checkpoint
-        stored = _stored(model, of_text, names, cuts, quantizer)
+        of_floats, quantizer = _of_floats(of_text, config)
+        stored = _stored(model, of_floats, names, cuts, quantizer)
         num_bytes = sum(each.num_bytes for each in stored.values())
         with LoadProgress(num_bytes, len(stored), is_shown=shows_progress) as progress:
             for each in stored.values():
@@ -485,15 +485,14 @@ def _class_of(theirs: PreTrainedConfig, architecture: str) -> Any:
     return model_class
 
 
-def _dequantizer(config: ModelConfig) -> HfQuantizer | None:
-    """Return transformers' part that makes floats of quantized weights; None for weights that are floats."""
+def _of_floats(checkpoint: Checkpoint, config: ModelConfig) -> tuple[Checkpoint, HfQuantizer | None]:
+    """Return the checkpoint with its weights as floats; of those of gpt-oss, transformers' quantizer makes floats."""
     stored = config.stored_quantization
     if stored is None:
-        return None
+        return checkpoint, None
     if stored.method == MXFP4:
-        return Mxfp4HfQuantizer(Mxfp4Config(dequantize=True), pre_quantized=True)
-    fp8 = FineGrainedFP8Config(weight_block_size=stored.block, dequantize=True)  # type: ignore[arg-type]  # None too
-    return FineGrainedFP8HfQuantizer(fp8, pre_quantized=True)
+        return checkpoint, Mxfp4HfQuantizer(Mxfp4Config(dequantize=True), pre_quantized=True)
+    return FloatCheckpoint(checkpoint, stored), None
 
 
 class _Stored:

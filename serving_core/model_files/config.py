@@ -359,8 +359,7 @@ def _fields(
     try:
         return _native_fields(said, architecture)
     except ModelError as error:
-        is_ours_alone = is_fake or is_headless or config.raw("quantization_config") is not None
-        if model_impl != "auto" or is_ours_alone:
+        if model_impl != "auto" or is_fake or is_headless:
             raise
         logger.info("%s is left to transformers: %s", architecture, error)
         return _transformers_fields(config)

@@ -4,7 +4,7 @@ Torch-free.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from serving_core.errors import ModelError, SettingsError
@@ -13,33 +13,48 @@ from serving_core.json_fields import JsonFields
 WHOLE: Final = -1  # a group_size: one group of all inputs
 
 
-MXFP4: Final = "mxfp4"
+MXFP4: Final = "mxfp4"  # of gpt-oss: experts stacked in one tensor
+BITSANDBYTES: Final = "bitsandbytes"
 FP8: Final = "F8_E4M3"  # the name in safetensors files
-FP8_SCALES: Final = (  # tensors beside fp8 weights
-    "weight_scale",
-    "weight_scale_inv",
-    "input_scale",
-    "activation_scale",  # transformers' name of the one before
-)
+FP8_SCALES: Final = ("weight_scale", "weight_scale_inv")  # names of a weight's factors
 MOST_BLOCK: Final = 2**16
 MXFP4_GROUP: Final = 32  # inputs that share a scale
-MXFP4_SCALES: Final = "_scales"  # the ending of their names
+NVFP4_GROUP: Final = 16
+PACKED: Final = ("weight_packed", "qweight")  # names of a weight's numbers where they are not `weight`
+BESIDE: Final = frozenset(  # names of the tensors beside a weight's numbers
+    (
+        *FP8_SCALES,
+        *("weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+        *("input_scale", "input_global_scale", "activation_scale", "k_scale", "v_scale"),
+        *("qzeros", "scales", "g_idx"),
+        *("absmax", "quant_map", "nested_absmax", "nested_quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4"),
+        *("SCB", "weight_format"),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
     """Describe the format in which a checkpoint stores quantized weights."""
 
-    method: str  # gptq, awq, w8a8, fp8 or mxfp4
+    method: str  # gptq, awq, w4a16, w8a16, w8a8, fp8, nvfp4, mxfp4-pack, bitsandbytes or mxfp4
     bits: int
     group_size: int  # inputs that share a scale; WHOLE: all
     zeros_start_at_one: bool = False  # a stored zero of 0 means 1, as in GPTQ's first format
     block: tuple[int, int] | None = None  # outputs and inputs that share an fp8 scale; None: whole outputs, or all
 
-    @property
-    def become_floats(self) -> bool:
-        """Return whether the weights are converted to floats when they are loaded."""
-        return self.method in ("fp8", MXFP4)
+    become_floats: bool = False  # when they are loaded: no kernel computes with the stored numbers
+
+
+def weight_name(name: str) -> str | None:
+    """Return the name of the weight whose numbers a tensor of a quantized checkpoint holds.
+
+    Tensors that are stored as floats keep their name. Returns None for a tensor beside a weight's numbers.
+    """
+    module, _, kind = name.rpartition(".")
+    if kind in BESIDE:
+        return None
+    return f"{module}.weight" if kind in PACKED else name
 
 
 def check_quantization(quantization: str, stored: StoredQuantization | None) -> None:
@@ -71,24 +86,23 @@ def read_stored_quantization(config: JsonFields) -> StoredQuantization | None:
     fields = config.nested("quantization_config")
     if fields is None:
         return None
-    method = fields.text("quant_method", "")
+    is_bitsandbytes = fields.raw("load_in_4bit") or fields.raw("load_in_8bit")  # which older files do not name
+    method = fields.text("quant_method", BITSANDBYTES if is_bitsandbytes else "")
     if method not in _READERS:
         raise _unsupported("quant_method", method, ", ".join(_READERS))
     return _READERS[method](fields)
 
 
 def read_dequantized(config: JsonFields) -> StoredQuantization | None:
-    """Return the stored format of weights that transformers converts to floats as they are loaded; None for floats.
+    """Return the stored format of weights that become floats whatever it is; None for weights stored as floats.
 
-    Raises ModelError, which names the setting, for any other format.
+    Raises ModelError, which names the setting, for an unsupported format.
     """
     fields = config.nested("quantization_config")
-    method = None if fields is None else fields.raw("quant_method")
-    if fields is None or method == "fp8":
-        return read_stored_quantization(config)
-    if method == MXFP4:
-        return StoredQuantization(MXFP4, 4, MXFP4_GROUP)
-    raise ModelError(f"weights quantized by {method!r:.80} are not supported for models that transformers computes")
+    if fields is not None and fields.raw("quant_method") == MXFP4 and config.raw("model_type") == "gpt_oss":
+        return StoredQuantization(MXFP4, 4, MXFP4_GROUP, become_floats=True)
+    stored = read_stored_quantization(config)
+    return None if stored is None else replace(stored, become_floats=True)
 
 
 def _gptq(fields: JsonFields) -> StoredQuantization:
@@ -121,7 +135,7 @@ def _fp8(fields: JsonFields) -> StoredQuantization:
     _check_names(fields, ("quant_method", "fmt", "expert_dtype", "dequantize", *of_scales, *_KEPT))
     for name, value in (("fmt", "e4m3"), ("scale_fmt", "float"), ("expert_dtype", "fp8")):
         _check(fields, name, (value,))
-    return StoredQuantization("fp8", 8, WHOLE, block=_block(fields, "weight_block_size"))
+    return StoredQuantization("fp8", 8, WHOLE, block=_block(fields, "weight_block_size"), become_floats=True)
 
 
 def _compressed_tensors(fields: JsonFields) -> StoredQuantization:
@@ -137,18 +151,64 @@ def _compressed_tensors(fields: JsonFields) -> StoredQuantization:
     if group is None or weights is None:
         raise groups.error(groups.names[0], "an object with weights")
     _check_names(group, ("targets", "format", "weights", "input_activations"))
-    _check_scheme(weights, num_bits=(8,), symmetric=(True,), dynamic=(False,))
-    if fields.text("format", "") == "float-quantized":
-        _check_scheme(weights, type=("float",), strategy=("tensor", "channel", "block"))
-        is_block = weights.raw("strategy") == "block"
-        return StoredQuantization("fp8", 8, WHOLE, block=_block(weights, "block_structure") if is_block else None)
-    _check(fields, "format", ("int-quantized", "float-quantized"))
-    _check_scheme(weights, type=("int",), strategy=("channel",))
+    form = fields.text("format", "")
+    if form not in _COMPRESSED:
+        raise _unsupported("format", form, ", ".join(_COMPRESSED))
+    return _COMPRESSED[form](group, weights)
+
+
+def _int_quantized(group: JsonFields, weights: JsonFields) -> StoredQuantization:
     inputs = group.nested("input_activations")
     if inputs is None:
-        raise group.error("input_activations", "those of 8 bits, made anew for each token")
+        _check_scheme(weights, num_bits=(8,), type=("int",), strategy=("channel", "group"), dynamic=(False,))
+        return StoredQuantization("w8a16", 8, _scheme_group(weights))
+    _check_scheme(weights, num_bits=(8,), type=("int",), symmetric=(True,), strategy=("channel",), dynamic=(False,))
     _check_scheme(inputs, num_bits=(8,), type=("int",), symmetric=(True,), strategy=("token",), dynamic=(True,))
     return StoredQuantization("w8a8", 8, WHOLE)
+
+
+def _pack_quantized(group: JsonFields, weights: JsonFields) -> StoredQuantization:
+    _check_scheme(weights, num_bits=(4, 8), type=("int",), strategy=("channel", "group"), dynamic=(False,))
+    if group.nested("input_activations") is not None:
+        raise group.unsupported("input_activations")
+    bits = weights.integer("num_bits")
+    return StoredQuantization(f"w{bits}a16", bits, _scheme_group(weights))
+
+
+def _float_quantized(_: JsonFields, weights: JsonFields) -> StoredQuantization:
+    strategies = ("tensor", "channel", "block")
+    _check_scheme(weights, num_bits=(8,), type=("float",), symmetric=(True,), strategy=strategies, dynamic=(False,))
+    block = _block(weights, "block_structure") if weights.raw("strategy") == "block" else None
+    return StoredQuantization("fp8", 8, WHOLE, block=block, become_floats=True)
+
+
+def _nvfp4(_: JsonFields, weights: JsonFields) -> StoredQuantization:
+    _check_scheme(weights, num_bits=(4,), type=("float",), strategy=("tensor_group",), group_size=(NVFP4_GROUP,))
+    return StoredQuantization("nvfp4", 4, NVFP4_GROUP, become_floats=True)
+
+
+def _mxfp4(_: JsonFields, weights: JsonFields) -> StoredQuantization:
+    _check_scheme(weights, num_bits=(4,), type=("float",), strategy=("group",), group_size=(MXFP4_GROUP,))
+    return StoredQuantization("mxfp4-pack", 4, MXFP4_GROUP, become_floats=True)
+
+
+def _scheme_group(weights: JsonFields) -> int:
+    return _group_size(weights, "group_size") if weights.raw("strategy") == "group" else WHOLE
+
+
+def _modelopt(fields: JsonFields) -> StoredQuantization:
+    algorithm = fields.text("quant_algo", "")
+    if algorithm not in ("NVFP4", "FP8"):
+        raise _unsupported("quant_algo", algorithm, "NVFP4, FP8")
+    if algorithm == "FP8":
+        return StoredQuantization("fp8", 8, WHOLE, become_floats=True)
+    return StoredQuantization("nvfp4", 4, NVFP4_GROUP, become_floats=True)
+
+
+def _bitsandbytes(fields: JsonFields) -> StoredQuantization:
+    _check(fields, "bnb_4bit_quant_storage", ("uint8",))
+    bits = 4 if fields.boolean("load_in_4bit", False) else 8
+    return StoredQuantization(BITSANDBYTES, bits, WHOLE, become_floats=True)
 
 
 def _check_scheme(scheme: JsonFields, **supported: tuple[object, ...]) -> None:
@@ -156,7 +216,7 @@ def _check_scheme(scheme: JsonFields, **supported: tuple[object, ...]) -> None:
     for name, values in supported.items():
         if scheme.raw(name) not in values:
             raise _unsupported(name, scheme.raw(name), ", ".join(map(str, values)))
-    told = ("num_bits", "type", "symmetric", "strategy", "dynamic", "block_structure")
+    told = ("num_bits", "type", "symmetric", "strategy", "dynamic", "block_structure", "group_size", "actorder")
     _check_names(scheme, (*told, "observer", "observer_kwargs", "scale_dtype", "zp_dtype"))
 
 
@@ -198,9 +258,18 @@ def _unsupported(name: str, value: object, supported: str) -> ModelError:
 
 # Settings without effect on the weights, or that only tell which modules are stored as floats, as the tensors do.
 _KEPT: Final = ("ignore", "ignored_layers", "modules_to_not_convert", "global_compression_ratio", "version")
+_COMPRESSED: Final[dict[str, Callable[[JsonFields, JsonFields], StoredQuantization]]] = {
+    "int-quantized": _int_quantized,
+    "pack-quantized": _pack_quantized,
+    "float-quantized": _float_quantized,
+    "nvfp4-pack-quantized": _nvfp4,
+    "mxfp4-pack-quantized": _mxfp4,
+}
 _READERS: Final[dict[str, Callable[[JsonFields], StoredQuantization]]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "modelopt": _modelopt,
+    BITSANDBYTES: _bitsandbytes,
 }

@@ -11,7 +11,7 @@ from serving_core.errors import SettingsError
 from serving_core.layout import DTYPE_BYTES, KVLayout
 from serving_core.model_files.adapters import read_adapters
 from serving_core.model_files.config import FAKE_ARCHITECTURE, ModelConfig, read_model_config, text_names
-from serving_core.model_files.stored_quantization import FP8, FP8_SCALES, MXFP4_SCALES, check_quantization
+from serving_core.model_files.stored_quantization import FP8, StoredQuantization, check_quantization, weight_name
 from serving_core.model_files.stored_tensors import StoredTensor, stored_tensors
 from serving_core.settings import WEIGHT_BITS, EngineSettings
 from serving_core.sharding import check_num_ranks, check_pp_size, check_tp_size, rank_layout
@@ -19,7 +19,7 @@ from serving_core.sharding import check_num_ranks, check_pp_size, check_tp_size,
 MOST_INVARIANT_RANKS: Final = 2  # a sum of two does not depend on the order
 HOST_POOL_BYTES: Final = 512 * 2**20  # if no size of the pool is given
 PACKED_BYTES: Final = 4  # of the integers that hold quantized weights
-PACKED_4_BITS: Final = "U8"  # two weights an element, in a checkpoint whose weights become floats
+MXFP4_SCALES: Final = "_scales"  # the ending of the names of scales of gpt-oss
 INTEGER_BYTES: Final = {"I8": 1, "U8": 1}  # of other integer dtypes
 TIED_HEAD: Final = "lm_head.weight"
 
@@ -109,11 +109,14 @@ def needs_of(settings: EngineSettings, config: ModelConfig) -> Needs:
         tensors = {name: tensors[stored] for name, stored in text_names(tensors).items()}
     if config.tie_word_embeddings or config.embedder is not None:
         tensors.pop(TIED_HEAD, None)
-    become_floats = config.stored_quantization is not None and config.stored_quantization.become_floats
-    if become_floats:
-        tensors = {name: each for name, each in tensors.items() if not _is_scale(name)}
-    dtype_bytes, bits = DTYPE_BYTES[compute_dtype(settings, config)], WEIGHT_BITS.get(settings.quantization)
-    sizes = (_loaded_bytes(tensor, dtype_bytes, bits, become_floats=become_floats) for tensor in tensors.values())
+    stored, dtype_bytes = config.stored_quantization, DTYPE_BYTES[compute_dtype(settings, config)]
+    if stored is not None and stored.become_floats:
+        tensors = {name: each for name, each in tensors.items() if not _is_beside(name)}
+    else:
+        stored = None
+    sizes = (
+        _loaded_bytes(each, dtype_bytes, WEIGHT_BITS.get(settings.quantization), stored) for each in tensors.values()
+    )
     weight_bytes = sum(sizes)
     if settings.weights_memory_bytes:
         weight_bytes = min(weight_bytes, settings.weights_memory_bytes * settings.num_ranks)
@@ -121,8 +124,9 @@ def needs_of(settings: EngineSettings, config: ModelConfig) -> Needs:
     return Needs(weight_bytes + adapter_bytes, pool_bytes)
 
 
-def _is_scale(name: str) -> bool:
-    return name.rpartition(".")[2] in FP8_SCALES or name.endswith(MXFP4_SCALES)
+def _is_beside(name: str) -> bool:
+    """Return whether a tensor of a quantized checkpoint holds no weight's numbers."""
+    return weight_name(name) is None or name.endswith(MXFP4_SCALES)
 
 
 def _rank_layouts(settings: EngineSettings, layout: KVLayout, tp_size: int) -> list[KVLayout]:
@@ -130,12 +134,15 @@ def _rank_layouts(settings: EngineSettings, layout: KVLayout, tp_size: int) -> l
     return [rank_layout(layout, rank, tp_size, pp_size) for rank in range(pp_size * tp_size)]
 
 
-def _loaded_bytes(tensor: StoredTensor, dtype_bytes: int, bits: int | None, *, become_floats: bool) -> int:
-    num_elements = math.prod(tensor.shape)
-    if tensor.dtype == PACKED_4_BITS and become_floats:
-        return 2 * num_elements * dtype_bytes
+def _loaded_bytes(
+    tensor: StoredTensor, dtype_bytes: int, bits: int | None, becomes_floats: StoredQuantization | None
+) -> int:
+    """Return the bytes of a tensor once it is loaded. `becomes_floats` is the format of quantized weights that do."""
+    num_elements, stored_bytes = math.prod(tensor.shape), INTEGER_BYTES.get(tensor.dtype, PACKED_BYTES)
     if not tensor.is_float and tensor.dtype != FP8:
-        return num_elements * INTEGER_BYTES.get(tensor.dtype, PACKED_BYTES)
+        if becomes_floats is None:
+            return num_elements * stored_bytes
+        num_elements = num_elements * stored_bytes * 8 // becomes_floats.bits
     if bits is not None and len(tensor.shape) > 1:
         return num_elements * bits // 8
     return num_elements * dtype_bytes

@@ -186,7 +186,8 @@ GROUP = ("config_groups", "group_0")
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (changed(W8A8, "format", value="pack-quantized"), "format 'pack-quantized' .* int-quantized, float-quantized"),
+        (changed(W8A8, "format", value="marlin-24"), "format 'marlin-24' .* int-quantized, pack-quantized, float-quan"),
+        (changed(W8A8, "format", value="pack-quantized"), "input_activations in .* is not supported"),
         (changed(W8A8, "quantization_status", value="calibration"), "quantization_status 'calibration'"),
         (changed(W8A8, "kv_cache_scheme", value={"num_bits": 8}), "kv_cache_scheme in .* is not supported"),
         (changed(W8A8, "transform_config", value={"R1": {}}), "transform_config in .* is not supported"),
@@ -195,8 +196,6 @@ GROUP = ("config_groups", "group_0")
         (changed(W8A8, *GROUP, "weights", "num_bits", value=4), "num_bits 4 .* supported are 8"),
         (changed(W8A8, *GROUP, "weights", "symmetric", value=False), "symmetric False"),
         (changed(W8A8, *GROUP, "weights", "strategy", value="group"), "strategy 'group' .* supported are channel"),
-        (changed(W8A8, *GROUP, "weights", "actorder", value="weight"), "actorder in .* is not supported"),
-        (changed(W8A8, *GROUP, "input_activations", value=None), "input_activations in .* made anew for each token"),
         (changed(W8A8, *GROUP, "input_activations", "dynamic", value=False), "dynamic False .* supported are True"),
         (changed(W8A8, *GROUP, "input_activations", "strategy", value="tensor"), "strategy 'tensor' .* are token"),
         (changed(W8A8, *GROUP, "output_activations", value={"num_bits": 8}), "output_activations in .* not supported"),
@@ -216,17 +215,21 @@ def test_settings_that_cannot_be_read_are_named(config, sentence, tmp_path):
     ("kind", "change", "sentence"),
     [
         ("bytes", lambda tensors, name: tensors.update({f"{name}.weight": torch.zeros(96, 64)}), "weight is stored as"),
-        ("bytes", lambda tensors, name: tensors.update({f"{name}.weight_zero_point": torch.ones(96, 1)}), "no use for"),
+        (
+            "bytes",
+            lambda tensors, name: tensors.update({f"{name}.weight_zero_point": torch.ones(96, 1)}),
+            "stored as F32; supported are I32, I8",
+        ),
         ("channel", lambda tensors, name: tensors.pop(f"{name}.weight_scale"), "lack .*up_proj.weight_scale"),
         (
             "channel",
             lambda tensors, name: tensors.update({f"{name}.weight_scale": torch.ones(7, 1)}),
-            r"up_proj.weight_scale is F32 \[7, 1\]; it must be floats \[96, 1\]",
+            r"up_proj.weight_scale has shape \[7, 1\], and the model wants \[96, 1\]",
         ),
         (
             "block",
             lambda tensors, name: tensors.update({f"{name}.weight_scale": torch.ones(96, 1)}),
-            r"weight_scale is F32 \[96, 1\]; it must be floats \[3, 2\]",
+            r"weight_scale has shape \[96, 1\], and the model wants \[3, 2\]",
         ),
     ],
 )

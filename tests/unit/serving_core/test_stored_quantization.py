@@ -186,7 +186,8 @@ def test_a_zero_of_0_in_the_first_format(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' .* supported are gptq, awq"),
+        ({"quant_method": "quark"}, "quant_method 'quark' .* supported are gptq, awq"),
+        ({"quant_method": "bitsandbytes"}, "qweight is not stored as bitsandbytes stores a weight"),
         ({}, "quant_method '' .* is not supported"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "bits 3 .* supported are 4, 8"),
         ({"quant_method": "awq", "bits": 8, "group_size": 32}, "bits 8 .* supported are 4"),
@@ -259,9 +260,10 @@ def test_which_format_of_awq_it_is_follows_transformers(fields):
 
 def test_fp8_as_transformers_describes_it():
     said = transformers.FineGrainedFP8Config()
-    assert as_read(said.to_dict()) == StoredQuantization("fp8", 8, ONE_GROUP, block=said.weight_block_size)
+    block = said.weight_block_size
+    assert as_read(said.to_dict()) == StoredQuantization("fp8", 8, ONE_GROUP, block=block, become_floats=True)
     said = transformers.FineGrainedFP8Config(weight_block_size=(8, 16), modules_to_not_convert=["lm_head"])
-    assert as_read(said.to_dict()) == StoredQuantization("fp8", 8, ONE_GROUP, block=(8, 16))
+    assert as_read(said.to_dict()) == StoredQuantization("fp8", 8, ONE_GROUP, block=(8, 16), become_floats=True)
 
 
 @pytest.mark.parametrize(("name", "value"), [("scale_fmt", "ue8m0"), ("expert_dtype", "fp4")])
