@@ -13,7 +13,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I.
 MESSAGES := protos/api_servers.proto protos/fleet.proto protos/inference.proto protos/ranks.proto
 SERVICES := protos/api_servers.proto protos/fleet.proto protos/inference.proto
 
-.PHONY: demo test test-nightly coverage faults fuzz atheris soak compose-demo check format tables setup model vllm protos check-protos clean
+.PHONY: demo docs material test test-nightly coverage faults fuzz atheris soak compose-demo check format tables setup model vllm protos check-protos clean
 
 demo: $(READY_TO_RUN)
 	@$(BIN)/splitserve demo
@@ -54,7 +54,7 @@ NIGHTLY = $(PYTEST) -n 3 --shard $(SHARD) --hypothesis-profile=nightly
 TRITON := $(VENV)/triton
 TRITON_TESTS := $(addprefix tests/gpu/test_cuda_,triton.py mixed.py few_bits.py ops.py)
 
-test-nightly: setup model atheris
+test-nightly: setup model atheris material
 	@[ -d $(TRITON) ] || $(BIN)/python -m pip --disable-pip-version-check install -q --no-deps -t $(TRITON) triton==3.8.0
 	failed=0; \
 	$(NIGHTLY) || failed=1; \
@@ -101,6 +101,15 @@ format: setup
 tables: setup
 	@for table in api field metric model settings state; do $(BIN)/python -m tests.$${table}_table || exit 1; done
 	@$(BIN)/python -m tests.call_conformance
+
+# The documentation as a site with search, in build/site. A link that leads nowhere ends it.
+docs: setup material
+	$(BIN)/python -m mkdocs build --quiet
+
+# Builds the site, for `make docs` and the nightly alone.
+material: setup
+	@$(BIN)/python -c "import material" 2>/dev/null \
+		|| $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt mkdocs-material
 
 SOURCES_OF_SETUP := pyproject.toml constraints.txt .ci/setup .ci/requirements.py $(wildcard engine/native/*.[ch])
 FORCE := $(if $(findstring B,$(firstword -$(MAKEFLAGS))),1)

@@ -11,7 +11,7 @@ COMMON: Final = (
 )
 GROUPS: Final = {
     "Model": (
-        *("dtype", "quantization", "max_model_len", "lora", "model_impl", "runner", "batch_invariant"),
+        *("engine", "dtype", "quantization", "max_model_len", "lora", "model_impl", "runner", "batch_invariant"),
         *("served_model_name", "generation_config", "max_logprobs", "chat_template", "chat_template_kwargs"),
         *("tool_call_parser", "reasoning_parser", "disable_additional_properties", "strict_fields"),
         *("speculation", "num_speculative_tokens", "speculative_model", "speculative_quantization"),

@@ -13,6 +13,7 @@ from splitserve.cli import COMMANDS
 from tests import api_table, settings_table
 from tests.docs.pages import DOCS, PAGES, README, anchors_of, links_of
 
+FOR_DEVELOPMENT = ("dev", "docs", "fuzz")
 WITHOUT_ROW = ("config", "engine")  # of the command line alone
 INDEX = README.parent / "docs" / "README.md"
 GENERATED = {**settings_table.pages(), api_table.PAGE: api_table.page()}
@@ -59,7 +60,8 @@ def test_every_setting_is_in_the_configuration():
 
 def test_every_library_has_a_reason():
     project = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]
-    extras = {name: each for name, each in project["optional-dependencies"].items() if name not in ("dev", "fuzz")}
+    optional = project["optional-dependencies"]
+    extras = {name: each for name, each in optional.items() if name not in FOR_DEVELOPMENT}
     page = (README.parent / "docs" / "design" / "dependencies.md").read_text()
     told = set(re.findall(r"^\|(?: `(\w+)` \|)? `([\w-]+)` \| \w", page, re.MULTILINE))
     wanted = [("", each) for each in project["dependencies"]]

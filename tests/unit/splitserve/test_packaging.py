@@ -119,4 +119,4 @@ def _owners(module):
 
 def test_every_extra_is_looked_for_but_the_developers():
     extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
-    assert set(extras) == {*MODULES, "dev", "fuzz"}
+    assert set(extras) == {*MODULES, "dev", "docs", "fuzz"}
