@@ -5,7 +5,7 @@ the kernels of a CPU. So a block is sent as vLLM has it, between nodes with the 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -49,6 +49,14 @@ class VllmStore:
             raise TransferError("heads of vLLM's KV blocks cannot be sent apart: both nodes need the same parallelism")
         return self
 
+    def computed(self) -> Callable[[], None]:
+        """Return a function that waits until the device has computed what this thread has given it by now."""
+        if not self._layers[0].is_cuda:
+            return lambda: None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event.synchronize
+
     def read(self, layer: int, block_ids: Sequence[int]) -> tuple[Buffer, Buffer]:
         """Return a copy of these blocks of one layer, and nothing."""
         cache = self._layers[layer]
@@ -61,6 +69,8 @@ class VllmStore:
         blocks = torch.frombuffer(bytearray(keys), dtype=torch.uint8).view(cache.dtype)
         blocks = blocks.view(len(block_ids), *cache.shape[1:]).to(cache.device)
         cache.index_copy_(0, torch.tensor(block_ids, device=cache.device), blocks)
+        if cache.is_cuda:  # vLLM may compute with the blocks at once, on another stream
+            torch.cuda.current_stream(cache.device).synchronize()
 
 
 def _layer_of(name: str) -> int:

@@ -75,13 +75,13 @@ class Worker:
         transfers = self._transfers
         if self._step.chunks and transfers is not None and transfers.num_sending:
             step, num_layers = self._step, self._store.indices[layer_name] + 1
-            self._call(lambda transfers: transfers.layers_done(step, num_layers))
+            self._call(lambda transfers: transfers.layers_done(step, num_layers), self._store.computed())
 
     def end_step(self) -> None:
         """Note that all layers of the step are computed."""
         step, self._step = self._step, StepTransfers()
         if step.chunks:
-            self._call(lambda transfers: transfers.end_step(step))
+            self._call(lambda transfers: transfers.end_step(step), self._store.computed())
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Return the requests whose blocks vLLM may free, and those whose blocks are here."""
@@ -98,8 +98,15 @@ class Worker:
                 self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout=CLOSE_DEADLINE_S)
 
-    def _call(self, call: Callable[["WorkerTransfers"], None]) -> None:
-        self._loop.call_soon_threadsafe(lambda: call(self._transfers) if self._transfers is not None else None)
+    def _call(self, call: Callable[["WorkerTransfers"], None], wait: Callable[[], None] = lambda: None) -> None:
+        """Call in the thread of transfers, once `wait` has returned there."""
+
+        def called() -> None:
+            if self._transfers is not None:
+                wait()
+                call(self._transfers)
+
+        self._loop.call_soon_threadsafe(called)
 
     # ---- the thread of transfers ----
 
