@@ -7,6 +7,7 @@ A prompt that another node prefills: vLLM allocates the blocks, which are the cr
 sender and reports the transfer descriptor to the node. vLLM goes on once all blocks are verified and in place.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from serving_core.errors import SettingsError
+from serving_core.process.child import die_with
 from splitserve_vllm.scheduling import Scheduling, StepTransfers
 from splitserve_vllm.store import VllmStore
 from splitserve_vllm.worker import Worker
@@ -29,6 +31,7 @@ class SplitServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        die_with(os.getppid())  # however the node's process ends, nothing of vLLM is left
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise SettingsError("a model whose layers have several kinds of KV cache cannot be sent between nodes")
         block_size = vllm_config.cache_config.block_size

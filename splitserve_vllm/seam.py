@@ -132,8 +132,8 @@ class Vllm:
         )
         try:
             self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[_logger_of(on_stats)])
-        except ValueError as error:  # of one of its checks of flags
-            raise SettingsError(f"vLLM does not start: {error}") from error
+        except (ValueError, RuntimeError) as error:  # of a check of its flags; of a process that it starts
+            raise SettingsError(f"vLLM does not start; its log above says why: {error}") from error
         self.facts = _facts(self._engine.vllm_config)
 
     async def generate(

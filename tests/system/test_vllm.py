@@ -103,7 +103,9 @@ async def test_prefix_hits_shrink_the_transfer(cluster, model):
     prompt = (prompt * 600)[:500]
     asked = [request(prompt, max_tokens=4, temperature=0, ignore_eos=True)]
     async with cluster.connect() as stub:
-        saved = [(await ask_all(stub, asked))[0].kv_bytes_saved for _ in range(4)]  # each decode node has it by then
+        saved = [
+            (await ask_all(stub, asked))[0].complete.kv_bytes_saved for _ in range(4)
+        ]  # each decode node has it by then
     assert max(saved) > 0
 
 
