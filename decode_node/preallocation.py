@@ -94,10 +94,10 @@ class Preallocation:
         """Return the most blocks, cached ones included, that a request may have when its KV has arrived."""
         return self._leases.blocks_for(len(node_request.request.token_ids) + node_request.num_ahead)
 
-    def check_tail(self, node_request: NodeRequest, num_tokens: int, num_come: int) -> None:
+    def check_tail(self, node_request: NodeRequest, num_tokens: int, num_arrived: int) -> None:
         """Raise ValueError if received KV does not fit the request.
 
-        `num_come` blocks arrived beside the cached blocks, with `num_tokens` tokens behind those that the node knew.
+        `num_arrived` blocks arrived beside the cached blocks, with `num_tokens` tokens behind those that the node knew.
         """
         request = node_request.request
         num_needed = self._leases.blocks_for(len(request.token_ids) + num_tokens - 1)
@@ -105,17 +105,16 @@ class Preallocation:
             raise ValueError(f"{num_tokens} tokens came with a prompt's KV; it must be 1")
         if num_needed > self.num_blocks(node_request):
             raise ValueError(f"{num_tokens} tokens came with the KV; {node_request.num_ahead} were granted")
-        if num_come < num_needed - node_request.num_cached_blocks:
-            raise ValueError(f"{num_come} blocks came; it must be {num_needed - node_request.num_cached_blocks}")
+        if num_arrived < num_needed - node_request.num_cached_blocks:
+            raise ValueError(f"{num_arrived} blocks came; it must be {num_needed - node_request.num_cached_blocks}")
         if request.num_output_tokens + num_tokens >= request.sampling.max_tokens:
             raise ValueError(f"{num_tokens} tokens came with the KV; max_tokens is {request.sampling.max_tokens}")
 
     def commit(self, node_request: NodeRequest, token_ids: Sequence[int], made: Sequence[tuple[bytes, int]]) -> None:
         """Let a request decode: its KV has arrived, except that of the last of `token_ids`.
 
-        `token_ids` follow the tokens that the node knew; the next step computes the last one. `made` is as in
-        Leases.copied: numerics ids of the received blocks, each with a number of blocks. The blocks enter the prefix
-        cache.
+        `token_ids` follow the tokens that the node knew; the next step computes the last one. `made` lists numerics ids
+        of the request's blocks in order, each with a number of blocks. The blocks enter the prefix cache.
         """
         self._node_requests.apply(node_request, RequestEvent.RECEIVED)
         node_request.request.token_ids += token_ids

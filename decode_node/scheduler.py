@@ -50,9 +50,9 @@ class DecodeScheduler:
         self._preemption = preemption
 
     def plan(self) -> list[Work]:
-        """Return the next token of each running sequence that has or gets a block for it, oldest first.
+        """Return the tokens to compute of each running sequence, usually one, oldest sequence first.
 
-        Sequences without a block preempt younger requests.
+        A sequence that lacks blocks gets them, also from younger requests, which it preempts; else it is left out.
         """
         works, block_size, num_state_blocks = list[Work](), self._leases.block_size, self._leases.num_state_blocks
         for node_request in self._node_requests.in_state(RequestState.RUNNING):

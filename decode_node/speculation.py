@@ -251,7 +251,7 @@ class Record:
     def num_worth_it(self, num_matching: int, least_probability: float, most: int) -> int:
         """Return how many draft tokens, at most `most`, are all accepted with probability `least_probability` or more.
 
-        `num_matching` is as in `probability`.
+        They follow a match of `num_matching` tokens.
         """
         return num_in_a_row(self.probability(num_matching), least_probability, most)
 

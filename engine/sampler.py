@@ -312,8 +312,9 @@ def verify(
     is sampled, just as a step without draft tokens samples it: from logits with the same bits, for a request with the
     same tokens. So speculation changes only the time, also with penalties, grammars and seeds.
 
-    For each work, `logits` has one row for its last known token, then one for each draft token. `likeliest` and errors
-    are as in `sample`.
+    For each work, `logits` has one row for its last known token, then one for each draft token. `likeliest` holds the
+    largest logit and its token for each row, if known. A row whose grammar allows no token, or whose largest logit is
+    not finite, gives a SampledToken with an error.
     """
     given: list[list[SampledToken]] = [[] for _ in works]
     going, row = [], 0

@@ -81,7 +81,8 @@ def holder_address_of(kv_transport: str, kv_bind: str) -> tuple[str, int]:
     """Return the host and the port at which a node serves distributed KV, given --kv-transport and --kv-bind.
 
     The port is MAX_TP above the port of `kv_bind`, behind the ports of all possible ranks, or 0 (any free port) if
-    `kv_bind` has no port. Raises SettingsError as `endpoint_of` does, and if the port is above MAX_PORT.
+    `kv_bind` has no port. Raises SettingsError if `kv_bind` is no endpoint of the transport, or if the port is above
+    MAX_PORT.
     """
     endpoint = endpoint_of(kv_transport, kv_bind, 0)
     host, port = host_of(endpoint), endpoint.rpartition(":")[2]
@@ -106,7 +107,7 @@ MAX_STATE_BYTES = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """Describe the part of a transfer between one prefill rank and one decode rank, for the sessions at both ends."""
+    """The part of a transfer between one prefill rank and one decode rank, as the sessions at both ends need it."""
 
     transfer_id: bytes
     epoch: int
@@ -119,7 +120,7 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class ChannelEnd:
-    """Name the receiving end of one channel. Raises TransferError if a field is invalid."""
+    """The receiving end of one channel. Raises TransferError if a field is invalid."""
 
     transfer_id: bytes  # random, so that nobody can guess the id of another transfer
     address: str  # of the decode rank, for a Dialer of the same transport
@@ -131,7 +132,7 @@ class ChannelEnd:
 
 @dataclass(frozen=True, slots=True)
 class TransferDescriptor:
-    """Describe one transfer: layout, parallelism of both nodes, sizes, and the receiving end of each channel.
+    """One transfer: layout, parallelism of both nodes, sizes, and the receiving end of each channel.
 
     A descriptor carries no block ids: these stay with the receivers. Raises TransferError if a field is invalid.
     """

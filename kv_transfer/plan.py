@@ -83,7 +83,7 @@ def plan_nodes(prefill: Grid, decode: Grid, num_kv_heads: int, layers: range) ->
     """Return the copies from a prefill node to a decode node, given the grids of their ranks.
 
     Both hold num_kv_heads heads in `layers`. A plan is worked out once for each pair of grids, not for each transfer.
-    Raises TransferError as `holdings` does.
+    Raises TransferError for sizes below 1 and for more stages than layers.
     """
     return tuple(plan_copies(*(holdings(grid, num_kv_heads, layers) for grid in (prefill, decode))))
 
@@ -105,7 +105,7 @@ def describe(prefill: Grid, decode: Grid, num_kv_heads: int, layers: range = ANY
 
     `prefill` and `decode` are the grids of ranks, which hold num_kv_heads heads in `layers`. The lines say what every
     rank holds, what every channel sends with its share of the bytes, and how many bytes are sent in total. Raises
-    TransferError as `holdings` does.
+    TransferError for sizes below 1 and for more stages than layers.
     """
     sources, destinations = (holdings(grid, num_kv_heads, layers) for grid in (prefill, decode))
     copies = plan_copies(sources, destinations)

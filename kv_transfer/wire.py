@@ -174,6 +174,8 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class Data(_Message):
+    """Sender to receiver: the blocks of these segments, whose bytes follow the header."""
+
     segments: tuple[Segment, ...]
 
     def _check(self) -> None:
@@ -187,6 +189,8 @@ class Data(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Finish(_Message):
+    """Sender to receiver: every block is sent. Asks for a reply and may be repeated."""
+
     round: int  # grows with each retransmission; a Missing of an older round is stale
     num_blocks: int
     tail: bytes
@@ -199,16 +203,18 @@ class Finish(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Abort(_Message):
-    pass
+    """Sender to receiver: the sender has given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed(_Message):
-    pass
+    """Receiver to sender: every block is verified."""
 
 
 @dataclass(frozen=True, slots=True)
 class Missing(_Message):
+    """Receiver to sender: the blocks of these ranges never arrived or failed their checksum."""
+
     round: int  # of the Finish to which this is the reply
     num_corrupt: int  # blocks of this transfer in all segments that failed their checksum
     ranges: tuple[BlockRange, ...]
@@ -221,6 +227,8 @@ class Missing(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Refused(_Message):
+    """Receiver to sender: a message was not accepted, and the transfer is over for the sender."""
+
     refusal: Refusal
 
 

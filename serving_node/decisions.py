@@ -72,7 +72,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendMore:
-    """Extend the final leading blocks of a transfer under way to these."""
+    """Send more blocks of a transfer under way: these are all that are final, from the first one."""
 
     epoch: int
     block_ids: list[int]

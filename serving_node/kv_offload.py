@@ -119,8 +119,8 @@ class KVOffload(KVSource):
     def must_wait(self, node_request: NodeRequest, num_spare: int, now: float) -> bool:
         """Return whether a prompt that might start must wait for blocks from KV offload.
 
-        Begins to read the blocks where that pays. The start must leave `num_spare` blocks free. A prompt is checked
-        once each time that it is queued.
+        Begins to read the blocks where that pays and the pool has blocks to start the prompt. The start must leave
+        `num_spare` blocks free. A prompt is checked once each time that it is queued.
         """
         waiting = node_request.waiting
         if waiting is None or waiting.has_looked:

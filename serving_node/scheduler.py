@@ -529,7 +529,7 @@ class NodeScheduler:
         num_more = sum(nums_given) - len(works) if has_draft_tokens else 0
         self.steps.add(load, step_s, num_more)
 
-    def step_failed(self, works: Sequence[Work], cause: str, now: float) -> None:
+    def step_failed(self, works: Sequence[Work], cause: str) -> None:
         """Fail all requests of a step that gave nothing. `cause` is visible to clients."""
         node_requests = [self._node_requests.of(work.request) for work in works]
         for node_request in node_requests:
@@ -563,7 +563,10 @@ class NodeScheduler:
         self._transfers.caught_up(epoch)
 
     def sent(self, epoch: int, result: Sent | TransferFailed, now: float) -> None:
-        """Record the end of a `Send`."""
+        """Record that the `Send` with this epoch has ended with this result, and report it to the coordinator.
+
+        A prompt that is sent ends its request here. A revoked one waits for its next descriptor, or is sent to it.
+        """
         self._transfers.sent(epoch, result, now)
         self._admit()
 
@@ -592,7 +595,7 @@ class NodeScheduler:
     def lease_remote_kv(self, number: int, most_tiles: int, tile_request: TileRequest, now: float) -> list[int]:
         """Lease blocks for at most `most_tiles` tiles of another node's request; return them, perhaps none.
 
-        `number` is that of the connection. If the request asks again, blocks are reserved for it.
+        `number` is that of the connection. A request that asks again and gets none has blocks reserved for it.
         """
         if self.is_draining or self.distributed_kv is None:
             return []

@@ -65,7 +65,7 @@ class StepSource(KVSource):
         """Preempt requests for the KV of other nodes, before a step is planned."""
 
     def after_step(self, node_requests: list[NodeRequest], step_s: float, now: float) -> None:
-        """Preempt or fail requests whose remote KV is gone, after a step of `step_s` seconds."""
+        """Handle what a step of these requests, which took `step_s` seconds, found out about their remote KV."""
 
     def unblock(self) -> bool:
         """Fail or preempt requests of a node that has nothing to compute; return whether that changed anything."""

@@ -303,7 +303,10 @@ class OutgoingTransfers:
             self._decisions.add(CancelTransfer(node_request.request.epoch))
 
     def note_prefilled(self, node_requests: Iterable[NodeRequest], now: float) -> None:
-        """Mark those prompts of other nodes as prefilled whose tokens are all computed; finish their transfers."""
+        """Mark those prompts of other nodes as prefilled whose tokens are all computed.
+
+        Transfers of them that are under way are finished; the others wait for a descriptor from `now` on.
+        """
         for node_request in node_requests:
             outgoing = node_request.outgoing
             is_prefilling = node_request.state is RequestState.PREFILLING

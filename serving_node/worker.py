@@ -126,7 +126,7 @@ class Worker:
 
         The caller must call `carry_out` afterwards.
         """
-        self.scheduler.step_failed(works, cause, self._clock.time())
+        self.scheduler.step_failed(works, cause)
 
     # ---- grammars ----
 

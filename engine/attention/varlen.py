@@ -29,8 +29,10 @@ class _Plan:
 
 
 class VarlenAttention:
-    """Supports float16 and bfloat16 pools with blocks of a multiple of BLOCK_TOKENS where torch is CAN_PAGE. Further
-    support depends on the GPU, so a trial must precede its use.
+    """Attends with varlen_attn in the pool itself, whose blocks must be a multiple of BLOCK_TOKENS.
+
+    The pool must be of float16 or bfloat16, and torch must be CAN_PAGE. Further support depends on the GPU, so a trial
+    must precede its use.
     """
 
     name = "varlen_attn"
@@ -75,11 +77,11 @@ class _Gathering:
 
 
 class GatheredAttention:
-    """Copies the keys and values of each request out of the pool, then attends with varlen_attn: for prefill, where the
-    copy is small beside the products.
+    """Copies the keys and values of each request out of the pool, then attends with varlen_attn.
 
-    Supports float16 and bfloat16 pools with blocks of any size. In a layer it holds the keys and values of at most
-    GATHERED_TOKENS tokens, or of one request. Further support depends on the GPU, so a trial must precede its use.
+    For prefill, where the copy is small beside the products. Supports float16 and bfloat16 pools with blocks of any
+    size. In a layer it holds the keys and values of at most GATHERED_TOKENS tokens, or of one request. Further support
+    depends on the GPU, so a trial must precede its use.
     """
 
     name = "varlen_attn over gathered keys"

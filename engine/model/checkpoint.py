@@ -161,7 +161,10 @@ class SafetensorsCheckpoint(Checkpoint):
         return tuple(tensor.get_shape()), tensor.get_dtype()
 
     def read(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the wanted part in pieces of some rows, as `Checkpoint.read` does; pieces are mapped from the file."""
+        """Yield the wanted part of a tensor in pieces of some rows, in order, mapped from the file.
+
+        Each piece comes with the index of its first row among the wanted rows, and has only the wanted columns.
+        """
         rows, *columns = (slice(extent.held.start, extent.held.stop) for extent in part.extents)
         row_bytes = MOST_STORED_BYTES * math.prod(part.shape[1:])  # gaps between columns may be mapped as well
         num_rows = max(1, MAPPED_BYTES // row_bytes)

@@ -81,8 +81,9 @@ class Layer(nn.Module):
 
 
 class OneDNNMatrix:
-    """bfloat16 weights on a CPU in oneDNN's layout, with which small batches are twice as fast as with plain
-    weights.
+    """bfloat16 weights on a CPU in oneDNN's layout.
+
+    With it small batches are twice as fast as with plain weights.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -406,8 +407,9 @@ class Linear(Layer):
 
 
 class RowParallel(Linear):
-    """A projection whose inputs are divided over the ranks; its output, like that of adapters, is a part of the sum
-    over the ranks.
+    """A projection whose inputs are divided over the ranks.
+
+    Its output, like that of adapters, is a part of the sum over the ranks.
     """
 
     def __init__(self, inputs: Extent, name: str, num_outputs: int, bias: bool, shard: Shard) -> None:

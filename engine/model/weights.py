@@ -82,8 +82,8 @@ def load_weights(
     """Fill and pack every parameter of a model built on the meta device; return the bytes of the weights.
 
     Weights are cast to dtype. `quantization` is a value of --quantization, `stored` the checkpoint's own quantization,
-    `placement` the weight offload, if any; `is_text_part`: the checkpoint has more than text; `shows_progress`: as in
-    LoadProgress. Reads only what the parameters take from the files, with little further memory. Before loading
+    `placement` the weight offload, if any; `is_text_part`: the checkpoint has more than text; `shows_progress`:
+    progress is logged. Reads only what the parameters take from the files, with little further memory. Before loading
     anything, raises ModelError if a tensor is missing, unknown, of another shape, or of a dtype other than a 16- or
     32-bit float. Each stage checks its own tensors.
     """

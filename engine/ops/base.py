@@ -168,8 +168,8 @@ class Ops:
     def log_totals(self, logits: torch.Tensor, highest: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Return the logarithm of the sum of e^logit of each row that `rows` numbers, float64 [len(rows)].
 
-        `logits` and `highest` are as in `sample`; each row is independent of the others. A row without a finite maximum
-        gets NaN.
+        `highest` [S], float32, holds the maximum of each row of logits [S, vocab_size]. Each row is independent of the
+        others. A row without a finite maximum gets NaN.
         """
         return log_totals(logits, highest, rows)
 

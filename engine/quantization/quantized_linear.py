@@ -201,7 +201,10 @@ class QuantizedMatrix:
         return outputs
 
     def multiply_whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the product as `__call__` does, with torch, dequantizing some weights at a time."""
+        """Multiply x [T, num_inputs] by the weights, add the bias, and return [T, num_outputs], with torch.
+
+        Some weights are dequantized at a time.
+        """
         num_elements = _TILE_ELEMENTS if x.device.type == "cpu" else _DEVICE_TILE_ELEMENTS
         step = max(1, num_elements // self.num_inputs)
         outputs = x.new_empty((x.shape[0], self.num_outputs))
@@ -241,7 +244,7 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
 def quantized_matrix(weight: torch.Tensor, bits: int, variant: str | None = None) -> QuantizedMatrix:
     """Return the weight [num_outputs, num_inputs] quantized to 4 or 8 bits, as a matrix to compute with.
 
-    `variant` is as in QuantizedMatrix.
+    `variant` names the native kernel that computes; "portable": torch; None: the best.
     """
     matrix: QuantizedMatrix | None = None
     for first, tile in quantize_tiles(weight, bits):

@@ -420,7 +420,7 @@ class TransformersDecoder:
 
 
 def in_a_line(error: Exception) -> str:
-    """Return an error's text as one line of at most MOST_CHARACTERS characters, cut with "..."."""
+    """Return an error's text as one line of at most MOST_CHARACTERS characters, and "..." behind it if it is longer."""
     said = " ".join(str(error).split())
     return said if len(said) <= MOST_CHARACTERS else f"{said[:MOST_CHARACTERS]}..."
 

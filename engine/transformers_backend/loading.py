@@ -363,7 +363,7 @@ def load_transformers(
 
     A model that the paged attention cannot compute is computed sequence by sequence, on one rank. `layout` is that of
     the rank's pool, `shard` the rank's part of the model, `group` the ranks that compute the same layers, `pipeline`
-    the connection to other stages, if any; `shows_progress`: as in LoadProgress. Raises ModelError with one sentence
+    the connection to other stages, if any; `shows_progress`: progress is logged. Raises ModelError with one sentence
     for a model that transformers does not know, or that the attention or the cache does not support; SettingsError if
     the ranks cannot divide it.
     """

@@ -59,8 +59,8 @@ class RemoteKV:
     def carry(self, layer: int, queries: memoryview, partials: memoryview) -> memoryview:
         """Send rows of queries to the holder; return the bytes of their partials over all keys up to its last one.
 
-        `partials` are those over the keys before the holder's; empty for the first remote KV. Raises OSError as
-        `receive_partials` does.
+        `partials` are those over the keys before the holder's; empty for the first remote KV.
+        Raises OSError if the holder is lost, does not reply in time, or has revoked its blocks.
         """
         num_rows = len(queries) // self._row_bytes
         with self._closed_by_errors():

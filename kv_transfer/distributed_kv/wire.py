@@ -1,8 +1,8 @@
 """Define the messages between a request's node and a KV holder: each request has one reply.
 
-OPEN(key, tile_request, most tiles)            ->  OPENED(tiles), none where there is no room
+OPEN(key, tile request, most tiles)     ->  OPENED(tiles), none where there is no room
 PUT(layer, KV)                          ->  PUT, once for each layer
-ASK(layer, query)                       ->  PARTIALS, one for each tile
+QUERY(layer, query)                     ->  PARTIALS, one for each tile
 CARRY(layer, queries, partials so far)  ->  PARTIALS, one for each row; the first remote KV gets none
 
 Instead of a reply, or while no request is open, REVOKED may come: the holder needs its blocks, and closes.
@@ -30,6 +30,8 @@ _MAGIC: Final = b"SSB"
 
 
 class Kind(IntEnum):
+    """The kinds of messages; the comment of this module says what each does."""
+
     OPEN = 1
     OPENED = 2
     PUT = 3
@@ -42,7 +44,7 @@ class Kind(IntEnum):
 class TileRequest(NamedTuple):
     """Describes the request for which tiles are to be held; the holder decides by it whether there is room."""
 
-    age: int
+    age: int  # of the request; the lowest is the oldest request
     is_again: bool = False  # no node had room at the last attempt
     step_s: float = 0.0  # duration of one of its steps, in which it does not ask
 
@@ -56,6 +58,8 @@ class TileRequest(NamedTuple):
 
 
 class Header(NamedTuple):
+    """The first part of a message: what the message is, and the size of the payload that follows."""
+
     kind: Kind
     layer: int
     number: int

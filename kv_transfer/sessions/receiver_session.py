@@ -35,6 +35,8 @@ from serving_core import reasons
 
 
 class State(Enum):
+    """How far the receiver's side of a channel is."""
+
     RECEIVING = auto()  # Finish has not arrived
     LACKING = auto()  # Finish has arrived, some blocks have not
     COMMITTED = auto()
@@ -91,11 +93,15 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
+    """Action: send this message to the sender."""
+
     message: Committed | Missing | Refused
 
 
 @dataclass(frozen=True, slots=True)
 class Conclude:
+    """Action: report this result to the caller; the session has ended."""
+
     result: Received | TransferFailed
 
 

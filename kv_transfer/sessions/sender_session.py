@@ -99,6 +99,8 @@ TIME_IS_OVER = "the transfer's time is over"
 
 
 class State(Enum):
+    """How far the sender's side of a channel is."""
+
     FILLING = auto()  # the prompt is still being computed
     FLUSHING = auto()  # every block is ready, some are not sent
     AWAITING = auto()  # every block and Finish are sent
@@ -167,6 +169,8 @@ class SendBlocks:
 
 @dataclass(frozen=True, slots=True)
 class SendMessage:
+    """Action: send this message, which carries no blocks, to the receiver."""
+
     message: Finish | Abort
 
 
@@ -182,6 +186,8 @@ class CaughtUp:
 
 @dataclass(frozen=True, slots=True)
 class Conclude:
+    """Action: report this result to the caller; the session has ended."""
+
     result: Sent | TransferFailed
 
 

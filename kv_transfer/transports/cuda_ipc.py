@@ -65,7 +65,7 @@ class Store(Protocol):
 def are_on_one_device(store: Store, rank: int, device: torch.device) -> bool:
     """Return whether both ends of a pair, `rank` 0 and 1, use the same CUDA device; both must call this.
 
-    Raises TransferError as the store does.
+    Raises TransferError if the other end's device does not come through `store`.
     """
     ours = str(torch.cuda.get_device_properties(device).uuid).encode()  # unique over all machines
     store.set(f"device {rank}", ours)

@@ -114,6 +114,8 @@ _PREFIX = struct.Struct(">BI")
 
 
 class Kind(IntEnum):
+    """The kinds of messages that follow the greeting."""
+
     MESSAGE = 1
     REPLY = 2
     KEY = 3

@@ -94,7 +94,7 @@ class DistributedKV(StepSource):
     def lease_remote_kv(self, number: int, most_tiles: int, tile_request: TileRequest, now: float) -> list[int]:
         """Lease blocks for at most `most_tiles` tiles of another node's request; return them, perhaps none.
 
-        `number` is that of the connection. If the request asks again, blocks are reserved for it.
+        `number` is that of the connection. A request that asks again and gets none has blocks reserved for it.
         """
         if not self.may_hold(tile_request.age):
             return []

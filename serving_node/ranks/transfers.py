@@ -313,7 +313,7 @@ class NodeTransfers(RankTransfers):
         self._ready(epoch, block_ids)
 
     def send_more(self, epoch: int, block_ids: Sequence[int]) -> None:
-        """Extend the final leading blocks of a transfer from this node to these."""
+        """Send more blocks of a transfer on all ranks: `block_ids` are all that are final, from the first one."""
         if self._followers:
             self._followers.send(send_more=ranks_pb2.SendMore(epoch=epoch, block_ids=block_ids))
         self._ready(epoch, block_ids)
