@@ -138,7 +138,7 @@ class Grammars:
     def guide(self, grammar: str) -> GrammarGuide:
         """Return a guide for a new output of the grammar, from the cache if possible.
 
-        Raises RequestError as `compiled` does.
+        Raises RequestError if the grammar cannot be compiled within the limits, or allows no output.
         """
         return self._known(grammar).another()
 

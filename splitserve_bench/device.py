@@ -80,7 +80,7 @@ TRIAL: Final = ("1x48,4x16", "1,2", "16,32", 64, 16, 1, 24, 2**25)
 def print_device(sizes: Sizes, folder: Path) -> None:
     """Print the device, its FLOP/s in matrix products, and the rates of reading and copying its memory.
 
-    No model is needed.
+    The arguments, which every step has, are not used.
     """
     device = choose_device("auto")
     is_cuda = device.type == "cuda"
@@ -114,7 +114,8 @@ def write_model(sizes: Sizes, folder: Path) -> None:
 def print_attention(sizes: Sizes, folder: Path) -> None:
     """Print the time that one layer's attention of a decode step takes, for each batch and context of `sizes`.
 
-    On CUDA the calls are captured as a graph, so that the host's time does not count. `folder` is not used.
+    On CUDA the calls are captured as a graph, so that the host's time does not count. `folder`, which every step has,
+    is not used.
     """
     shape, device = SHAPES[sizes.shape], choose_device("auto")
     layout = KVLayout.uniform(1, shape.num_kv_heads, shape.head_dim, sizes.block_size, "bfloat16")
@@ -141,7 +142,8 @@ def print_attention(sizes: Sizes, folder: Path) -> None:
 def print_split(sizes: Sizes, folder: Path) -> None:
     """Print how many greedy outputs of a prefill node and a decode node equal those of one mixed node, and their times.
 
-    One request at a time has steps of the same shapes in both clusters, so that all outputs must be equal.
+    `folder` has the model. One request at a time has steps of the same shapes in both clusters, so that all outputs
+    must be equal.
     """
     together, apart = (asyncio.run(_outputs(sizes, folder, **nodes)) for nodes in ({"mixed": 1}, {}))
     print(f"outputs equal to those of one node: {sum(map(list.__eq__, together, apart))} of {len(apart)}")

@@ -79,12 +79,12 @@ PICTURE_ROOTS: Final = (  # and of sounds
 
 
 def is_whole(config: JsonFields) -> bool:
-    """Return whether a config.json describes a model of WHOLES, which has a text part and others."""
+    """Return whether a config.json describes a model with a text part and others, such as for images (WHOLES)."""
     return _text_architecture(config) in WHOLES
 
 
 def text_config(config: JsonFields, where: str) -> JsonFields:
-    """Return the config.json of the text part of a model of WHOLES. `where` names it in errors.
+    """Return the config.json of the text part of a model that has others too (WHOLES). `where` names it in errors.
 
     Its architecture is that of WHOLES, or None where it follows from the model_type. Raises ModelError if there is no
     text part.

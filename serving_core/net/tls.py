@@ -69,7 +69,7 @@ def read_tls(files: TlsFiles) -> Pems:
 def client_context(files: TlsFiles) -> ssl.SSLContext:
     """Return the TLS context of an HTTP client. Without a CA, the system's CAs apply.
 
-    Raises TlsError as `read_tls` does.
+    Raises TlsError, which names the file, for a file that `read_tls` refuses.
     """
     read_tls(files)
     context = ssl.create_default_context(cafile=files.ca or None)
@@ -81,7 +81,7 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
 def hosts_of(files: TlsFiles) -> list[str]:
     """Return the hosts that the certificate is for: names, then addresses; empty if it names none.
 
-    Requires a certificate. Raises TlsError as `read_tls` does.
+    Requires a certificate. Raises TlsError, which names the file, for a file that `read_tls` refuses.
     """
     from cryptography import x509
 

@@ -64,7 +64,7 @@ class Slo:
     unloaded: Unloaded | None = None
 
     def limits_of(self, planned: PlannedRequest) -> Limits:
-        """Return the limits of this request."""
+        """Return this request's limits in seconds: those of all, or multiples of its times on an idle reference."""
         if isinstance(self.criterion, Limits):
             return self.criterion
         assert self.unloaded is not None

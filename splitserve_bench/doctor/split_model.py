@@ -165,8 +165,8 @@ def pays_between(costs: NodeCosts, running: int, output_tokens: int, most_prompt
 def smoother_from(costs: NodeCosts, running: int, output_tokens: int, most_prompt_tokens: int) -> int | None:
     """Return the least prompt length from which on the split takes a tenth less time between tokens, or None.
 
-    How many requests it serves does not matter. Lengths up to `most_prompt_tokens` are tried, each a twentieth above
-    the last.
+    How many requests it serves does not matter; `running` of them run at a time for each node. Lengths up to
+    `most_prompt_tokens` are tried, each a twentieth above the last.
     """
     found = None
     for each in reversed(_lengths(most_prompt_tokens)):

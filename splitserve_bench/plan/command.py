@@ -8,7 +8,7 @@ import math
 import os
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import click
 
@@ -22,11 +22,11 @@ from splitserve_bench.options import (
     ListOf,
     NewFile,
     NumberRange,
+    RepeatingCommand,
     Size,
     json_option,
     option,
     options_of,
-    repeat_flags,
 )
 from splitserve_bench.plan.hardware import DEVICES, INFINIBAND, LINK_NAMES
 from splitserve_bench.plan.loads import MOST_COUNTED, LoadOptions
@@ -39,6 +39,7 @@ from splitserve_bench.serve.command import (
     check_burstiness,
     check_dataset,
     length_scale_option,
+    named,
 )
 
 if TYPE_CHECKING:
@@ -53,26 +54,12 @@ MOST_GPUS: Final = 1024
 MOST_TP: Final = 64
 LEAST_TP: Final = (1, 2, 3, 4, 8)  # of which a profile's node has the smallest that the model fits on
 SLO: Final = ("--goodput", "--slo")
-# Fields that are called like their flags.
-NODE_FLAGS: Final = (
-    *("max_model_len", "max_num_batched_tokens", "max_num_seqs", "weights_memory_bytes", "quantization"),
-    *("kv_cache_dtype", "device_memory_bytes"),
-)
-LOAD_FLAGS: Final = (
-    *("dataset_name", "length_scale", "random_input_len", "random_output_len", "random_range_ratio"),
-    *("burstiness", "seed"),
-)
-SEARCH_FLAGS: Final = (
-    *("candidates", "goodput", "attainment", "tolerance", "max_probes", "num_prompts", "seconds", "all_plans"),
-    "gpus",
-)
 
 
-class PlanGroup(click.Group):
+class PlanGroup(RepeatingCommand, click.Group):
     """The command group, whose --goodput takes several pairs after one flag, as vLLM's command does."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, repeat_flags(args, dict.fromkeys(SLO, PAIR)))
+    lists: ClassVar = dict.fromkeys(SLO, PAIR)
 
 
 def parse_size(text: str) -> int:
@@ -303,14 +290,9 @@ def plan_options_of(flags: dict[str, Any]) -> "PlanOptions":
         raise click.UsageError(f"--cells {cells}: {gpus} devices cannot be divided evenly into so many")
     check_dataset(flags["dataset_name"], flags["dataset_path"], flags["length_scale"])
     check_burstiness(flags["dataset_name"], flags["burstiness"])
-    load = LoadOptions(dataset_path=flags["dataset_path"] or "", **{name: flags[name] for name in LOAD_FLAGS})
-    return PlanOptions(
-        _nodes_of(flags),
-        load,
-        cells=cells,
-        objective=flags["objective"] or DEVICE,
-        **{name: flags[name] for name in SEARCH_FLAGS},
-    )
+    load = LoadOptions(**named(LoadOptions, flags) | {"dataset_path": flags["dataset_path"] or ""})
+    own = {"cells": cells, "objective": flags["objective"] or DEVICE}
+    return PlanOptions(_nodes_of(flags), load, **named(PlanOptions, flags) | own)
 
 
 def _nodes_of(flags: dict[str, Any]) -> "NodeOptions":
@@ -319,18 +301,16 @@ def _nodes_of(flags: dict[str, Any]) -> "NodeOptions":
 
     own = flags["hardware"] or ()
     prefill, decode = (tuple(flags.get(f"{role}_hardware") or own) for role in ("prefill", "decode"))
-    return NodeOptions(
-        model=flags["model"] or "",
-        profiles=flags.get("profiles", ()),
-        prefill_hardware=prefill,
-        decode_hardware=decode,
-        both_hardware=tuple(dict.fromkeys((*own, *prefill, *decode))),
-        link=flags["link"] or "",
-        host_link=flags.get("host_link", INFINIBAND),
-        gpus_per_host=flags.get("gpus_per_host", MOST_TP),
-        tp_sizes=tuple(sorted(flags["tp_sizes"])),
-        pp_sizes=tuple(sorted(flags.get("pp_sizes", (1,)))),
-        dollars_per_h=flags.get("price") or (),
-        watts=flags.get("watts") or (),
-        **{name: flags[name] for name in NODE_FLAGS},
-    )
+    usual: dict[str, Any] = {"profiles": (), "host_link": INFINIBAND, "gpus_per_host": MOST_TP}
+    derived = {
+        "model": flags["model"] or "",
+        "prefill_hardware": prefill,
+        "decode_hardware": decode,
+        "both_hardware": tuple(dict.fromkeys((*own, *prefill, *decode))),
+        "link": flags["link"] or "",
+        "tp_sizes": tuple(sorted(flags["tp_sizes"])),
+        "pp_sizes": tuple(sorted(flags.get("pp_sizes", (1,)))),
+        "dollars_per_h": flags.get("price") or (),
+        "watts": flags.get("watts") or (),
+    }
+    return NodeOptions(**usual | named(NodeOptions, flags) | derived)

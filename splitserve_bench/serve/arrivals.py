@@ -53,7 +53,7 @@ class Stage:
 
     @property
     def num_requests(self) -> int:
-        """Return the number of requests of the stage."""
+        """Return the number of requests of the stage: its rate times its seconds, rounded."""
         return round(self.rate_per_s * self.seconds)
 
 
@@ -119,7 +119,8 @@ def parse_stages(text: str) -> tuple[tuple[float, float], ...]:
 def stages_of(text: str, base_per_s: float) -> tuple[Stage, ...]:
     """Return the stages of such words one after the other, at multiples of `base_per_s` requests/s.
 
-    Raises SettingsError as parse_stages, and unless they have 1 to MAX_STAGED_REQUESTS requests.
+    Raises SettingsError for a word of another form, more than MAX_STAGED_S seconds, and unless they have 1 to
+    MAX_STAGED_REQUESTS requests.
     """
     pairs = parse_stages(text)
     starts_s = accumulate((seconds for _, seconds in pairs), initial=0.0)

@@ -67,7 +67,11 @@ class Backend(Protocol):
         ...
 
     async def warm_up(self, num_connections: int, deadline_s: float) -> None:
-        """Make so many connections. Raises BenchError as `describe`."""
+        """Make so many connections.
+
+        Raises BenchError when the server does not reply within `deadline_s` seconds, or does not serve the target's
+        model.
+        """
         ...
 
     def prepare(self, request: PlannedRequest) -> bytes:
@@ -319,10 +323,10 @@ def _words(body: bytes | str) -> tuple[str, Any]:
 
 
 def take_event(event: str, moment_s: float, reply: Reply) -> None:
-    """Record the tokens of one event in `reply`.
+    """Record the tokens of one event in `reply`. `event` is the JSON text of its data.
 
-    `event` is the JSON text of its data, which came at `moment_s` of its clock. Raises RequestFailed if the event
-    reports an error or is no completion.
+    It came at `moment_s`, a time of the reply's clock. Raises RequestFailed if the event reports an error or is no
+    completion.
     """
     try:
         said = json.loads(event)

@@ -59,7 +59,7 @@ class Dataset:
     burstiness: float = 1.0  # not of a trace
 
     def check(self) -> None:
-        """Raise SettingsError as `check_dataset`, and for flags about prompts or outputs of other data sets."""
+        """Raise SettingsError when data set, path and lengths do not go together, or a flag is of another data set."""
         check_dataset(self.name, self.path, self.length_scale)
         if self.random_prefix_len and self.name != RANDOM:
             raise SettingsError(
@@ -144,13 +144,13 @@ class ServeOptions:
         return self.stages is not None and math.isinf(self.request_rate)
 
     def check(self) -> None:
-        """Raise SettingsError as `check_flags`, and for a data set of texts without a tokenizer."""
+        """Raise SettingsError as `check_flags`, and when a data set of texts has no tokenizer."""
         self.check_flags()
         if self.dataset_name in TEXTS and self.tokenizer is None:
             raise SettingsError(f"--dataset-name {self.dataset_name} needs the model's tokenizer: --tokenizer FOLDER")
 
     def check_flags(self) -> None:
-        """Raise SettingsError as Dataset.check, and for --send-limits without limits."""
+        """Raise SettingsError when the data set does not fit its flags, or --send-limits has no limits."""
         self.dataset.check()
         if self.send_limits and not self.goodput:
             raise SettingsError("--send-limits tells the limits of --goodput, and there are none")

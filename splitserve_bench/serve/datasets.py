@@ -59,9 +59,10 @@ def random_load(
 ) -> list[Shape]:
     """Return `num_requests` requests with random prompts of random lengths, all lengths equally likely.
 
-    Lengths are from floor(n · (1 - range_ratio)) to ceil(n · (1 + range_ratio)), both included and at least 1, as in
-    vLLM's `random` data set. All prompts begin with the same `prefix_tokens` tokens, which are not counted among
-    `input_tokens`. Raises BenchError unless range_ratio is in [0, 1) and both lengths are at least 1.
+    `rng` draws them, the token ids from a vocabulary of `vocab_size` tokens. Lengths are from floor(n · (1 -
+    range_ratio)) to ceil(n · (1 + range_ratio)), both included and at least 1, as in vLLM's `random` data set. All
+    prompts begin with the same `prefix_tokens` tokens, which are not counted among `input_tokens`. Raises BenchError
+    unless range_ratio is in [0, 1) and both lengths are at least 1.
     """
     if not 0 <= range_ratio < 1:
         raise BenchError(f"the range ratio must be in [0, 1), not {range_ratio:g}")
@@ -113,7 +114,10 @@ def clipped_words(share: float, max_model_len: int | None) -> str:
 
 
 def plan(shapes: Sequence[Shape], send_at_s: Sequence[float], *, ignore_eos: bool = True) -> list[PlannedRequest]:
-    """Return one planned request for each shape, sent at the time of the same index. The times must be in order."""
+    """Return one planned request for each shape, sent at the time of the same index. The times must be in order.
+
+    With `ignore_eos` an output goes on to its full length after an end-of-sequence token.
+    """
     pairs = zip(shapes, send_at_s, strict=True)
     return [
         PlannedRequest(i, at_s, shape.prompt, shape.output_tokens, text=shape.text, ignore_eos=ignore_eos)

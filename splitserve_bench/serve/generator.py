@@ -305,7 +305,10 @@ class Load:
 
 
 async def run_order(order: Order, requests: Sequence[PlannedRequest], write: Write) -> None:
-    """Connect and send the load. Raises SplitServeError when the server does not reply at all."""
+    """Connect to the server, send the load, and `write` its progress and outcomes as lines.
+
+    Raises SplitServeError when the server does not reply at all.
+    """
     backend = open_backend(order.target)
     try:
         num_connections = min(order.max_concurrency or MAX_WARM_CONNECTIONS, MAX_WARM_CONNECTIONS, len(requests))

@@ -197,7 +197,10 @@ def serve_view(summary: Summary, run: Run) -> Group:
 
 
 def lag_warnings(summary: Summary, max_concurrency: int | None = None) -> list[str]:
-    """Return a sentence when requests were sent too late for such limits to be judged; else an empty list."""
+    """Return a sentence when requests were sent too late for such limits to be judged; else an empty list.
+
+    With `max_concurrency` the sentence says that requests waited for it, else that the generator was too slow.
+    """
     most_s = MAX_SEND_LAG_S
     if summary.limits.ttft_s is not None:
         most_s = min(most_s, MAX_SEND_LAG_OF_TTFT * summary.limits.ttft_s)

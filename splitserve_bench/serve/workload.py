@@ -162,7 +162,10 @@ def capacity_per_s(outcomes: Sequence[Outcome]) -> float:
 
 
 def warm_up_of(workload: Workload, count: int, vocab_size: int, seed: int) -> list[PlannedRequest]:
-    """Return `count` requests with the lengths of the load's first ones and other prompts, all due at once."""
+    """Return `count` requests with the lengths of the load's first ones and other prompts, all due at once.
+
+    The prompts are drawn by `seed` from a vocabulary of `vocab_size` tokens.
+    """
     ids = ordinary_ids(vocab_size)
     requests = []
     for index in range(count if workload.planned else 0):

@@ -151,7 +151,7 @@ class SimulatedCoordinator:
         self._agenda.after(TICK_S, self._tick)
 
     def apply(self, instructions: Iterable[Instruction], now: float) -> None:
-        """Carry out the instructions decided at `now`."""
+        """Carry out instructions decided at `now`: send commands to nodes, and tokens and ends to clients."""
         for instruction in instructions:
             match instruction:
                 case Emit():

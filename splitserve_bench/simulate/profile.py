@@ -44,7 +44,10 @@ class Row:
         self._columns, self._below, self._above, self._share = columns, below, above, share
 
     def at(self, column: float) -> float:
-        """Return the seconds at a column, as Grid.at does."""
+        """Return the seconds at a column, interpolated between measured places.
+
+        Before the first place it is that of the first; beyond the last it is extrapolated, but never below the last.
+        """
         left, right, part = _between(self._columns, column)
         below, above, share = self._below, self._above, self._share
         low = below[left] + part * _rise(below[left], below[right], part)

@@ -180,7 +180,7 @@ class HttpCounts:
         self._seconds = defaultdict[tuple[str, str], Histogram](Histogram)
 
     def ended(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """Count a finished call."""
+        """Count a finished call by endpoint, method and class of its status, and its seconds by endpoint and method."""
         self._ended[handler, method, f"{status // 100}xx"] += 1
         self._seconds[handler, method].observe(seconds)
 

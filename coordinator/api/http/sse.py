@@ -50,5 +50,5 @@ class EventStream:
         self._scope["state"][CONNECTION].break_off()
 
     async def end(self) -> None:
-        """End a whole response."""
+        """Send the end of a complete response."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
