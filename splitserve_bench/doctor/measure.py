@@ -150,7 +150,7 @@ class DoctorFigures:
 
     @property
     def usual(self) -> Comparison:
-        """Return the comparison of the middle one of the lengths."""
+        """Return the comparison in the middle when all are ordered by their lengths."""
         ordered = sorted(self.comparisons, key=lambda each: (each.prompt_tokens, each.output_tokens))
         return ordered[len(ordered) // 2]
 

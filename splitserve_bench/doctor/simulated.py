@@ -1,4 +1,4 @@
-"""What the topologies of a machine keep of one load, simulated from what `splitserve doctor` has measured."""
+"""Simulate how many requests of one load each way to use a machine keeps, by what `splitserve doctor` has measured."""
 
 from typing import Final
 
@@ -13,9 +13,10 @@ RATE_SHARE: Final = 0.8  # of the requests/s that the better way to have two nod
 
 
 def simulated_topologies(model: str, node: NodeSizes, costs: NodeCosts, usual: Comparison) -> Topologies | None:
-    """Return what is kept of requests of the lengths of `usual`; None without the costs of a node with all cores.
+    """Return which share of requests of the lengths of `usual` each fleet keeps within their limits.
 
-    `node` has the sizes of one of two nodes; the large one is given the same.
+    None without the costs of a node with all cores. `node` has the sizes of one of two nodes; the large one gets the
+    same.
     """
     if costs.whole is None:
         return None

@@ -1,5 +1,7 @@
-"""How many requests of one load the ways to use two nodes' cores keep within their limits: a prefill node and a decode
-node, two mixed nodes, or one node with the cores of both. By simulation, of a bounded number of requests."""
+"""Compare by simulation how many requests of one load the ways to use two nodes' cores keep within their limits.
+
+The ways are a prefill node and a decode node, two mixed nodes, or one mixed node with the cores of both.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +10,7 @@ from typing import Final
 
 from splitserve_bench.serve.arrivals import send_times_s
 from splitserve_bench.serve.datasets import fit, plan, random_load
-from splitserve_bench.serve.metrics import Limits, is_good, told, tpot_s, ttft_s
+from splitserve_bench.serve.metrics import Limits, is_good, tpot_s, ttft_s, with_limits
 from splitserve_bench.serve.records import PlannedRequest
 from splitserve_bench.simulate.fleet import FleetSize, simulate
 from splitserve_bench.simulate.profile import Profile
@@ -25,7 +27,10 @@ SEED: Final = "topologies"
 
 @dataclass(frozen=True, slots=True)
 class Topologies:
-    """Shares of the requests that were kept within both limits, by name of the fleet; `whole` of one large node."""
+    """The shares of one load's requests that each fleet kept within both limits: `others` by the fleet's name.
+
+    `whole` is the share of one node with the cores of both.
+    """
 
     prompt_tokens: int
     output_tokens: int
@@ -39,14 +44,15 @@ def compare_topologies(
 ) -> Topologies:
     """Simulate NUM_REQUESTS requests of about these lengths, at Poisson arrivals of this rate, on each fleet.
 
-    `node` is the profile of one of two nodes, `whole` that of a node with the cores of both.
+    `node` is the profile of one of two nodes, `whole` that of a node with the cores of both. The limits are multiples
+    of what such a request takes alone on the latter.
     """
     vocab_size = node.node.vocab_size
     limits = _limits(whole, prompt_tokens, output_tokens)
     drawn = random_load(NUM_REQUESTS, prompt_tokens, output_tokens, RANGE_RATIO, vocab_size, Random(SEED))
     shapes = fit(drawn, node.node.max_model_len).shapes
     sent = plan(shapes, send_times_s(NUM_REQUESTS, requests_per_s, 1.0, Random(f"{SEED} arrivals")))
-    planned = told(sent, lambda each: limits)
+    planned = with_limits(sent, lambda each: limits)
     return Topologies(
         prompt_tokens,
         output_tokens,
@@ -58,10 +64,11 @@ def compare_topologies(
 
 def _limits(whole: Profile, prompt_tokens: int, output_tokens: int) -> Limits:
     alone = random_load(1, prompt_tokens, max(2, output_tokens), 0.0, whole.node.vocab_size, Random(SEED))
-    outcome = simulate(whole, WHOLE, plan(alone, [0.0]), max_concurrency=None, request_timeout_s=TIMEOUT_S)[0]
+    found = simulate(whole, WHOLE, plan(alone, [0.0]), max_concurrency=None, request_timeout_s=TIMEOUT_S)
+    outcome = found.outcomes[0]
     return Limits(TTFT_SCALE * (ttft_s(outcome) or 0.0), TPOT_SCALE * (tpot_s(outcome) or 0.0))
 
 
 def _kept(profile: Profile, fleet: FleetSize, planned: Sequence[PlannedRequest], limits: Limits) -> float:
-    outcomes = simulate(profile, fleet, planned, max_concurrency=None, request_timeout_s=TIMEOUT_S)
-    return sum(is_good(each, limits) for each in outcomes) / len(outcomes)
+    found = simulate(profile, fleet, planned, max_concurrency=None, request_timeout_s=TIMEOUT_S)
+    return sum(is_good(each, limits) for each in found.outcomes) / len(found.outcomes)
