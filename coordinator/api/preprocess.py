@@ -254,18 +254,20 @@ class Preprocessor:
         with self._recorded(request.request_id, "score", request.model) as record:
             timeout_s = self._timeout_s(remaining_s)
             with self.noting_refusal(record):
-                plan, items = await self._plan_scores(request, timeout_s)
-                generation = await self._begin_prefills(plan, question_of(request), timeout_s, record)
+                question = question_of(request)
+                plan, items = await self._plan_scores(request, question, timeout_s)
+                generation = await self._begin_prefills(plan, question, timeout_s, record)
             completes = await self._completes(generation, len(plan.samplings))
             return response_of(request.request_id, plan, items, completes)
 
     async def _plan_scores(
-        self, request: inference_pb2.ScoreRequest, timeout_s: float
+        self, request: inference_pb2.ScoreRequest, question: GenerateRequest, timeout_s: float
     ) -> tuple[RequestPlan, Sequence[Item]]:
+        """Return the plan of a Score request, and its items as tokens; `question` has its other fields."""
         check_writes(self.model.config)
         # Nothing is decoded: neither an output token nor a decode node's pool bounds a prompt.
         limits = replace(self.limits(), min_output_tokens=0, decode_pool_tokens=None)
-        check_input(question_of(request), limits)
+        check_input(question, limits)
         check_items(request)
         async with within(timeout_s, "the tokens were"):
             prompt, items = await tokenize_items(

@@ -12,8 +12,6 @@ from typing import Final
 
 from coordinator.api.prompts import tokenize_around
 from coordinator.api.validation import (
-    MAX_MESSAGES,
-    MAX_STOP_CHARS,
     Limits,
     RequestPlan,
     bad,
@@ -34,6 +32,7 @@ Tokens = tuple[int, ...]
 
 MAX_ITEMS: Final = 1024
 MAX_LABELS: Final = 255  # OpenAI's limit of choices
+MAX_LABEL_CHARS: Final = 256
 MAX_PROMPT_TOKENS: Final = 2**23  # over all prompts of a call, each of which waits in whole until it is prefilled
 SCORES: Final = Pooling(LOGPROBS)
 CONTEXT_CHARS: Final = 64  # of an item, before a label that is to be tokenized
@@ -52,7 +51,6 @@ def check_items(request: ScoreRequest) -> None:
     if not request.items:
         raise bad("items", "is empty: at least one is needed")
     check_count("items", len(request.items), MAX_ITEMS)
-    check_count("chat.messages", len(request.chat.messages), MAX_MESSAGES)
     for index, item in enumerate(request.items):
         name = f"items[{index}].labels"
         check_count(name, len(item.labels), MAX_LABELS)
@@ -61,8 +59,8 @@ def check_items(request: ScoreRequest) -> None:
         if len(set(item.labels)) < len(item.labels):
             raise bad(name, "has the same text twice")
         for label in item.labels:
-            if not 1 <= len(label) <= MAX_STOP_CHARS:
-                raise bad(name, f"must have 1 to {MAX_STOP_CHARS} characters each, not {len(label)}")
+            if not 1 <= len(label) <= MAX_LABEL_CHARS:
+                raise bad(name, f"must have 1 to {MAX_LABEL_CHARS} characters each, not {len(label)}")
 
 
 def question_of(request: ScoreRequest) -> GenerateRequest:

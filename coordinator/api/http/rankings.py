@@ -72,7 +72,13 @@ def relevances(responses: Sequence[ScoreResponse]) -> list[float]:
 def score_body(request: ScorePairsRequest, responses: Sequence[ScoreResponse], model: str) -> Object:
     """Return the response of /v1/score, in vLLM's format."""
     data = [{"index": n, "object": "score", "score": each} for n, each in enumerate(relevances(responses))]
-    return {"object": "list", "model": model, "data": data, "usage": _usage(responses)}
+    return {
+        "id": f"score-{responses[0].request_id}",
+        "object": "list",
+        "model": model,
+        "data": data,
+        "usage": _usage(responses),
+    }
 
 
 def rerank_body(request: RerankRequest, responses: Sequence[ScoreResponse], model: str) -> Object:
@@ -88,7 +94,7 @@ def rerank_body(request: RerankRequest, responses: Sequence[ScoreResponse], mode
         }
         for index in ranked
     ]
-    return {"model": model, "results": results, "usage": _usage(responses)}
+    return {"id": f"rerank-{responses[0].request_id}", "model": model, "results": results, "usage": _usage(responses)}
 
 
 def _usage(responses: Sequence[ScoreResponse]) -> Object:

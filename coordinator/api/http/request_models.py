@@ -149,6 +149,7 @@ class _Part(Model):
     cache_control: Annotated[Any, _CACHED] = None
     citations: Annotated[Any, _NOT_READ] = None
     logprobs: Annotated[Any, _NOT_READ] = None
+    prompt_cache_breakpoint: Annotated[Any, _CACHED] = None
 
 
 class TextPart(_Part):
@@ -670,6 +671,7 @@ class MessageItem(_Item):
 
 class FunctionCallItem(_Item):
     type: Literal["function_call"]
+    namespace: Annotated[Any, _NOT_READ] = None
     call_id: str | None = None
     name: FunctionName
     arguments: Arguments | None = None

@@ -20,16 +20,25 @@ from coordinator.api.http.request_models import (
     ENDPOINTS,
     BatchRequest,
     ChatRequest,
+    ChoiceOption,
+    ChoiceQuestion,
     CompletionRequest,
     DecisionsRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    FunctionCallItem,
+    FunctionOutputItem,
     LoadAdapterRequest,
+    MessageItem,
     MessagesRequest,
+    Predicate,
     RerankRequest,
     ResponsesRequest,
+    ScoreLevel,
     ScorePairsRequest,
+    ScoreQuestion,
     SystemOneRequest,
+    TextPart,
     TokenizeRequest,
     TokensRequest,
     TokensSampling,
@@ -158,6 +167,24 @@ def test_every_field_of_openai_and_vllm_is_declared(model):
 
 def test_every_sampling_field_of_vllm_is_declared():
     assert set(VLLM_SAMPLING.split()) - TokensSampling.model_fields.keys() == set()
+
+
+def test_every_field_within_a_decision_of_openai_is_declared():
+    from openai.types import decision_create_params as params
+    from openai.types.decision_input_text_param import DecisionInputTextParam
+
+    for model, typed in {
+        TextPart: DecisionInputTextParam,
+        MessageItem: params.InputUnionMember1DecisionInputAssistantMessage,
+        FunctionCallItem: params.InputUnionMember1DecisionInputFunctionCall,
+        FunctionOutputItem: params.InputUnionMember1DecisionInputFunctionCallOutput,
+        Predicate: params.QuestionQuestionParamPredicate,
+        ChoiceQuestion: params.QuestionQuestionParamChoice,
+        ChoiceOption: params.QuestionQuestionParamChoiceChoice,
+        ScoreQuestion: params.QuestionQuestionParamScore,
+        ScoreLevel: params.QuestionQuestionParamScoreLevel,
+    }.items():
+        assert typed.__annotations__.keys() - model.model_fields.keys() == set(), model
 
 
 def test_every_endpoint_is_tried_here():
