@@ -159,12 +159,12 @@ class RemoteControl:
         self._num_dropped = 0  # events for which there was no room in `_owed`
 
     async def run(self) -> None:
-        """Attach to the coordinator, exchange messages until the stream ends, and then fail all calls.
+        """Attach once the coordinator can be reached, exchange messages until the stream ends, and then fail all calls.
 
         Does not attach again. Raises MessageLost if a message of the stream is missing.
         """
         try:
-            await self._attach()
+            await self._attach(waits=True)
         except _STREAM_ENDED as error:
             logger.info("the stream to the coordinator has ended: %s", _details(error))
         finally:
@@ -298,8 +298,8 @@ class RemoteControl:
 
     # ---- the stream ----
 
-    async def _attach(self) -> None:
-        stream = self._stub.Attach(metadata=self._metadata)
+    async def _attach(self, *, waits: bool = False) -> None:
+        stream = self._stub.Attach(metadata=self._metadata, wait_for_ready=waits)
         unsent = self._unsent = asyncio.Queue()
         self._is_overrun.clear()
         now = time.monotonic()

@@ -286,6 +286,24 @@ async def api_server(folder, *, outlives=False):
             await server.stop(None)
 
 
+async def test_an_api_server_waits_for_the_coordinator_that_has_started_it(tmp_path):
+    """On a busy machine it may have to dial more than once."""
+    coordinator = Coordinator()
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/socket", options=API_SERVER_OPTIONS) as channel:
+        running = asyncio.create_task(RemoteControl(api_servers_pb2_grpc.ApiServersStub(channel), "1").run())
+        async with asyncio.timeout(DEADLINE_S):
+            while channel.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                await asyncio.sleep(0.01)
+        server = grpc.aio.server()
+        api_servers_pb2_grpc.add_ApiServersServicer_to_server(coordinator, server)
+        server.add_insecure_port(f"unix:{tmp_path}/socket")
+        await server.start()
+        assert (await coordinator.next("hello")).name == "1"
+        coordinator.leave()
+        await running
+        await server.stop(None)
+
+
 class Letters:
     """A detokenizer for which a token is its character."""
 
