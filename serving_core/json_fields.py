@@ -137,6 +137,7 @@ class JsonFields:
 
 # U+0085, U+2028 and U+2029 end lines for `str.splitlines` and httpx, and a lone surrogate is invalid UTF-8. In JSON
 # they occur only in strings, where each may be an escape. Control characters below U+0020 are always escaped.
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _ESCAPED: Final = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
 
@@ -145,7 +146,7 @@ def json_line(value: Any) -> str:
 
     Raises ValueError for a number that JSON does not allow.
     """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = _ENCODER.encode(value)
     if text.isascii():
         return text
     return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -149,9 +149,10 @@ class Answer:
         Tokens after the stop string are dropped. `num_cached_tokens` are those of the prompt that were cached, with the
         first tokens. Raises RequestError when the reader is too slow, or the tokens do not follow those before.
         """
-        if self.matched_stop is not None:
+        answer_text = self._text
+        if answer_text.matched_stop is not None:
             return True
-        first_token_index, text = self._text.num_tokens, ""
+        first_token_index, text = answer_text.num_tokens, ""
         check_follows(tokens[0].index, first_token_index)
         token_ids: list[int] = []
         logprobs: list[inference_pb2.TokenLogprobs] = []
@@ -161,8 +162,8 @@ class Answer:
                 logprobs.append(
                     inference_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=token.top)
                 )
-            text += self._text.add(token)
-            if self.matched_stop is not None:
+            text += answer_text.next(token.token_id, token.finish_reason)
+            if answer_text.matched_stop is not None:
                 break
         chunk = inference_pb2.Chunk(
             first_token_index=first_token_index,
@@ -173,7 +174,7 @@ class Answer:
             cached_tokens=num_cached_tokens,
         )
         self.generation.push_chunk(self._index, chunk)
-        return self.matched_stop is not None
+        return answer_text.matched_stop is not None
 
     def add_chunk(self, chunk: inference_pb2.Chunk) -> bool:
         """Add the text to a chunk of tokens and queue the chunk; return whether a stop string has ended the output.

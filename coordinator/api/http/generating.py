@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -152,9 +151,11 @@ class GenerationApp:
                 opening = [] if index in opened else [*map(take, self._opening(index, prompt, usage))]
                 opened.add(index)
                 self._count(usage, index, prompt, arrival.response.chunk)
-                make = partial(self._taken, take, index, arrival.response, prompt, usage)
-                has_scores = bool(arrival.response.chunk.prompt_logprobs)  # prompt logprobs, which are large
-                yield opening + (await asyncio.to_thread(make) if has_scores else make())
+                response = arrival.response
+                if response.chunk.prompt_logprobs:  # which are large
+                    yield opening + await asyncio.to_thread(self._taken, take, index, response, prompt, usage)
+                else:
+                    yield opening + self._taken(take, index, response, prompt, usage)
         if self._parsed.include_usage:
             yield [take(self._envelope.event([], usage=usage.to_json()))]
 
@@ -162,12 +163,8 @@ class GenerationApp:
         usage.add_tokens(len(chunk.token_ids))
         usage.num_thought_tokens = self._formatter.num_thought_tokens(index, prompt, chunk)
 
-    async def _arrivals(self, calls: Sequence[Call]) -> AsyncGenerator["Arrival"]:
-        async with aclosing(merged(calls)) as arrivals:
-            async for arrival in arrivals:
-                if self._parsed.terms.drops_answers:
-                    _drop_output(arrival.response)
-                yield arrival
+    def _arrivals(self, calls: Sequence[Call]) -> AsyncGenerator["Arrival"]:
+        return without_output(calls) if self._parsed.terms.drops_answers else merged(calls)
 
     def _opening(self, index: int, prompt: list[int], usage: Usage) -> list[Object]:
         choice = self._formatter.opening(index)
@@ -222,6 +219,14 @@ async def merged(calls: Sequence[Call]) -> AsyncGenerator[Arrival]:
         for task in waits:
             task.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def without_output(calls: Sequence[Call]) -> AsyncGenerator[Arrival]:
+    """Yield what `merged` does, without the generated text."""
+    async with aclosing(merged(calls)) as arrivals:
+        async for arrival in arrivals:
+            _drop_output(arrival.response)
+            yield arrival
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, R]) -> R:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coordinator.api.connections import CROWDED, HTTP, MALFORMED, SLOW, UNREAD, Connections, PortSheds, Sheds, peer_of
 from coordinator.api.exchange import WRITE_TIMEOUT_S
 from coordinator.api.http.errors import error_response
-from coordinator.api.http.sse import CONNECTION
+from coordinator.api.http.sse import CONNECTION, SEND
 from serving_core.errors import RequestError
 from serving_core.net.ports import listening_sockets
 from serving_core.reasons import MALFORMED_REQUEST
@@ -124,6 +124,7 @@ class _Watched:
             await send(message)
 
         connection.begin(scope)
+        scope["state"][SEND] = send
         try:
             await self._app(scope, watched_receive, watched_send)
         finally:

@@ -8,6 +8,7 @@ from starlette.types import Scope, Send
 from serving_core.json_fields import json_line
 
 CONNECTION: Final = "connection"  # key of the call's connection in the state of its scope
+SEND: Final = "send"  # key of the server's own `send`, behind all middlewares
 DONE: Final = b"data: [DONE]\n\n"
 HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -27,11 +28,15 @@ def named_event(value: Mapping[str, Any]) -> bytes:
 
 
 class EventStream:
-    """Send the events of one response. The headers go out with the first event."""
+    """Send the events of one response. The headers go out with the first event.
+
+    Middlewares see the beginning and the end of the response; the events between go to the server at once.
+    """
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
         self._send = send
+        self._send_events: Send = scope["state"].get(SEND, send)
         self.has_begun = False
 
     async def write(self, events: bytes) -> None:
@@ -39,7 +44,7 @@ class EventStream:
         if not self.has_begun:
             self.has_begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        await self._send_events({"type": "http.response.body", "body": events, "more_body": True})
 
     async def break_off(self, events: bytes) -> None:
         """End an incomplete response with these events.
