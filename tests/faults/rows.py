@@ -291,7 +291,7 @@ ROWS = (
         at_failpoint("decode-0"),
         sign="decode-0 lost",
         flags=LENDS,
-        failpoints={"decode-0": "on.lend:3=kill"},
+        failpoints={"decode-0": "on.send_prefix:3=kill"},
         habits=CHATS,
     ),
     Row(
@@ -300,7 +300,7 @@ ROWS = (
         at_failpoint("prefill-0"),
         sign="prefill-0 lost",
         flags=LENDS,
-        failpoints={"prefill-0": "after.borrowing:3=kill"},
+        failpoints={"prefill-0": "after.prefix_fetch_begun:3=kill"},
         habits=CHATS,
         must_retry=True,
     ),
@@ -309,7 +309,7 @@ ROWS = (
         "lender stands still for 2 s",
         at_failpoint("decode-0"),
         flags=LENDS,
-        failpoints={"decode-0": "on.lend:3=sleep:2"},
+        failpoints={"decode-0": "on.send_prefix:3=sleep:2"},
         habits=CHATS,
     ),
     Row(

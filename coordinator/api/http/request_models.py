@@ -99,6 +99,7 @@ _STATELESS: Final = "nothing is stored: send the whole conversation"
 _SPECIAL_TOKENS: Final = "send token ids, which /tokenize makes without special tokens"
 _TEXT_ONLY: Final = Ignored("messages are text")
 _TRANSFERS: Final = "the server decides what its nodes transfer"
+_VLLMS_OWN: Final = Ignored("it is a matter of vLLM's own")
 _WHOLE_VOCABULARY: Final = "-1: of the whole vocabulary, within --max-logprobs"
 
 
@@ -291,6 +292,8 @@ class StructuredOutputs(Model):
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
     structural_tag: Annotated[Any, Refused("use json, regex or grammar", "", {})] = None
+    backend: Annotated[Any, _VLLMS_OWN] = Field(None, alias="_backend")
+    backend_was_auto: Annotated[Any, _VLLMS_OWN] = Field(None, alias="_backend_was_auto")
 
 
 class StreamOptions(Model):
@@ -978,10 +981,10 @@ class TokensSampling(SamplingFields):
     logprob_token_ids: _LogprobTokenIds = None
     allowed_token_ids: _AllowedTokenIds = None
     detokenize: Annotated[Any, Ignored("output_mode says whether the response has text")] = None
-    flat_logprobs: Annotated[Any, Ignored("it is a form of memory")] = None
+    flat_logprobs: Annotated[Any, _VLLMS_OWN] = None
     output_kind: Annotated[Any, Ignored("stream says whether the output comes in parts")] = None
     routed_experts_prompt_start: Annotated[Any, _NO_ROUTING] = None
-    skip_clone: Annotated[Any, Ignored("it is a matter of vLLM's own memory")] = None
+    skip_clone: Annotated[Any, _VLLMS_OWN] = None
     skip_reading_prefix_cache: Annotated[Any, Ignored("outputs do not depend on the prefix cache")] = None
     spaces_between_special_tokens: Annotated[Any, _NO_SPACES] = None
     stream_interval: Annotated[Any, _NO_INTERVAL] = None
