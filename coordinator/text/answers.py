@@ -56,11 +56,7 @@ class AnswerText:
         self._num_known_chars = so_far.num_chars
         self._owed = "".join(pieces)
 
-    def add(self, token: fleet_pb2.SampledToken) -> str:
-        """Add a token, and return the text that is certain now; often empty. No token may follow a stop string."""
-        return self.next(token.token_id, token.finish_reason)
-
-    def next(self, token_id: int, finish_reason: inference_pb2.FinishReason) -> str:
+    def add(self, token_id: int, finish_reason: inference_pb2.FinishReason) -> str:
         """Add a token, and return the text that is certain now; often empty. No token may follow a stop string.
 
         `finish_reason` says how this token ends the output; FINISH_REASON_UNSPECIFIED if it does not. After the last
@@ -162,7 +158,7 @@ class Answer:
                 logprobs.append(
                     inference_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=token.top)
                 )
-            text += answer_text.next(token.token_id, token.finish_reason)
+            text += answer_text.add(token.token_id, token.finish_reason)
             if answer_text.matched_stop is not None:
                 break
         chunk = inference_pb2.Chunk(
@@ -188,7 +184,7 @@ class Answer:
         num_left = len(chunk.token_ids)
         for token_id in chunk.token_ids:
             num_left -= 1
-            text += self._text.next(token_id, finish_reason if num_left else chunk.finish_reason)
+            text += self._text.add(token_id, finish_reason if num_left else chunk.finish_reason)
             if self.matched_stop is not None:
                 del chunk.token_ids[len(chunk.token_ids) - num_left :]
                 del chunk.logprobs[len(chunk.token_ids) :]

@@ -8,6 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from coordinator.api.http.logprobs import TextOffsets, echo_of
 from coordinator.text.answers import AnswerText, TextOptions
 from coordinator.text.detokenizer import DetokenizerFactory
+from protos.inference_pb2 import FINISH_REASON_UNSPECIFIED
 from serving_core.errors import ModelError
 from tests import fleet_events as events
 from tests import scripted_nodes
@@ -220,7 +221,7 @@ def test_an_answer_ends_at_the_token_that_completes_a_stop_string(name, includes
     options = TextOptions(stop=(stop,), include_stop_str_in_output=includes_stop)
     text, written, num_tokens = AnswerText(DetokenizerFactory(tokenizer)(skip_special_tokens=True), options), "", 0
     while num_tokens < len(token_ids) and text.matched_stop is None:
-        written += text.add(events.sampled(None, num_tokens, token_ids[num_tokens]))
+        written += text.add(token_ids[num_tokens], FINISH_REASON_UNSPECIFIED)
         num_tokens += 1
     written += text.rest()
     known = [tokenizer.decode(token_ids[:num]) for num in range(len(token_ids) + 1)]
@@ -236,9 +237,9 @@ def test_a_stop_string_within_bytes_counts_from_the_least_tokens_on(min_tokens, 
     token_ids = ids_of(tokenizer, "<0xC3>", "<0xA9>", "<0x41>", "<0x41>", "<0xC3>", "<0xA9>", "x")
     options = TextOptions(stop=("é",), min_tokens=min_tokens)
     text = AnswerText(DetokenizerFactory(tokenizer)(skip_special_tokens=True), options)
-    for index, token_id in enumerate(token_ids):
+    for token_id in token_ids:
         if text.matched_stop is None:
-            text.add(events.sampled(None, index, token_id))
+            text.add(token_id, FINISH_REASON_UNSPECIFIED)
     assert (text.num_tokens if text.matched_stop else None) == ends_at
 
 
