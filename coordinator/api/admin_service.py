@@ -79,7 +79,7 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
         logger.info("%s %s is drained", node.kind, node.name)
 
     async def LoadAdapter(self, request: inference_pb2.LoadAdapterRequest, _: Any) -> inference_pb2.LoadAdapterResponse:
-        check_admin_key(self._has_admin_key)
+        check_admin_key(has_admin_key=self._has_admin_key)
         await self._dispatcher.load_adapter(request.name, request.folder)
         self._tell()
         return inference_pb2.LoadAdapterResponse()
@@ -87,7 +87,7 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
     async def UnloadAdapter(
         self, request: inference_pb2.UnloadAdapterRequest, _: Any
     ) -> inference_pb2.UnloadAdapterResponse:
-        check_admin_key(self._has_admin_key)
+        check_admin_key(has_admin_key=self._has_admin_key)
         num_live = self._dispatcher.unload_adapter(request.name)
         self._tell()
         return inference_pb2.UnloadAdapterResponse(num_live=num_live)

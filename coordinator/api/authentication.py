@@ -94,7 +94,7 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def check_admin_key(has_admin_key: bool) -> None:
+def check_admin_key(*, has_admin_key: bool) -> None:
     """Raise RequestError where there is no admin key: folders would be read for any client."""
     if not has_admin_key:
         raise RequestError(UNAUTHENTICATED, "adapters are loaded with an admin key, and the server has none")

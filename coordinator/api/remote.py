@@ -491,7 +491,7 @@ class ForwardedAdmin(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
 
     async def change_adapters(self, method: str, request: Any) -> Any:
         """Call LoadAdapter or UnloadAdapter of the coordinator. Raises RequestError or AioRpcError."""
-        check_admin_key(self._has_admin_key)
+        check_admin_key(has_admin_key=self._has_admin_key)
         return await asked(getattr(self._stub, method), request, self._metadata, LOAD_DEADLINE_S + DEADLINE_S)
 
     async def GetOverview(self, request: Any, context: Any) -> Any:

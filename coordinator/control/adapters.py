@@ -41,6 +41,8 @@ class FleetAdapters:
         self._check_new(name, folder)
         self._errors.pop(name, None)
         self._deadlines_s[name] = now + LOAD_DEADLINE_S
+        for node in self._registry.nodes:
+            node.adapter_retry_s.pop(name, None)
         self._change(name, AdapterChange(folder))
         return self.tick(now)
 
@@ -65,10 +67,12 @@ class FleetAdapters:
         folder = node.adapter_orders.pop(name, None)
         if event.error:
             self._failed(node, event, now, is_load=bool(folder))
+        elif change is not None and change.digest and event.digest not in ("", change.digest):
+            return self._differs(node, name, change, now)
         else:
             self._registry.note_adapter(node, name, event.digest)
-            if change is not None and event.digest and change.folder:
-                self._compare(node, name, change, event.digest)
+            if change is not None and change.folder:
+                change.digest = change.digest or event.digest
         return self.tick(now)
 
     def tick(self, now: float) -> list[Send]:
@@ -106,10 +110,16 @@ class FleetAdapters:
         nodes = self._registry.nodes
         return bool(nodes) and all(adapter_key(name) in node.hello.node.fingerprint for node in nodes)
 
-    def _compare(self, node: Node, name: str, change: AdapterChange, digest: str) -> None:
-        change.digest = change.digest or digest
-        if digest != change.digest:
+    def _differs(self, node: Node, name: str, change: AdapterChange, now: float) -> list[Send]:
+        """Have a node unload an adapter whose files differ from the fleet's.
+
+        That ends a load under way. Where the adapter is served, the node alone gets no requests until the files agree.
+        """
+        logger.warning("%s %s has other files of adapter %s than other nodes", node.kind, node.name, name)
+        if not change.is_served:
             self._fail(name, RequestError(PAIRING_MISMATCH, f"the files of adapter {name} differ between nodes"))
+        node.adapter_orders[name], node.adapter_retry_s[name] = "", now + RETRY_FAILED_S
+        return [Send(node, _unload(name)), *self.tick(now)]
 
     def _failed(self, node: Node, event: fleet_pb2.AdapterChanged, now: float, *, is_load: bool) -> None:
         node.adapter_retry_s[event.name] = now + (RETRY_FAILED_S if is_load else RETRY_S)
@@ -133,6 +143,7 @@ class FleetAdapters:
         num_too_many = max(0, len(changes) - MAX_CHANGES)
         for old in [each for each, change in changes.items() if not change.folder][:num_too_many]:
             del changes[old]
+        self._errors = {each: error for each, error in self._errors.items() if each in changes}
         self._registry.serve_adapters()
 
     def _orders(self, node: Node, now: float) -> list[Send]:
@@ -144,12 +155,16 @@ class FleetAdapters:
             if change.folder and not has_it:
                 command = fleet_pb2.NodeCommand(load_adapter=fleet_pb2.LoadAdapter(name=name, folder=change.folder))
             elif not change.folder and has_it and not self._num_using(name):
-                command = fleet_pb2.NodeCommand(unload_adapter=fleet_pb2.UnloadAdapter(name=name))
+                command = _unload(name)
             else:
                 continue
             node.adapter_orders[name] = change.folder
             orders.append(Send(node, command))
         return orders
+
+
+def _unload(name: str) -> fleet_pb2.NodeCommand:
+    return fleet_pb2.NodeCommand(unload_adapter=fleet_pb2.UnloadAdapter(name=name))
 
 
 def _bad(field: str, problem: str) -> RequestError:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -319,13 +319,13 @@ class Endpoints:
         """Load a LoRA adapter on every node, and respond when requests may name it."""
         body = await self._read(request, LoadAdapterRequest.read, lambda body: body)
         await self._change("LoadAdapter", inference_pb2.LoadAdapterRequest(name=body.lora_name, folder=body.lora_path))
-        return Response(f"Success: LoRA adapter {body.lora_name} is loaded.")
+        return PlainTextResponse(f"Success: LoRA adapter {body.lora_name} is loaded.")
 
     async def unload_adapter(self, request: Request) -> Response:
         """Unload a LoRA adapter: no more requests may name it, and those that run with it finish."""
         body = await self._read(request, UnloadAdapterRequest.read, lambda body: body)
         await self._change("UnloadAdapter", inference_pb2.UnloadAdapterRequest(name=body.lora_name))
-        return Response(f"Success: LoRA adapter {body.lora_name} is unloaded.")
+        return PlainTextResponse(f"Success: LoRA adapter {body.lora_name} is unloaded.")
 
     async def _change(self, method: str, request: Message) -> None:
         try:

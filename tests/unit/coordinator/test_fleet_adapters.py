@@ -84,8 +84,7 @@ def test_a_node_that_cannot_load_it_ends_the_load_everywhere():
     assert (error.reason, str(error)) == ("BAD_PARAM", "folder cannot be loaded on node d0: no such folder")
     fleet.done("p0", "x")
     assert fleet.served == []
-    assert fleet.load() == [("p0", "load", "x")]  # d0 is told again after a while
-    assert told(fleet.adapters.tick(RETRY_FAILED_S)) == [("d0", "load", "x")]
+    assert fleet.load() == [("d0", "load", "x"), ("p0", "load", "x")]
 
 
 def test_nodes_with_other_files_are_no_fleet_for_it():
@@ -134,6 +133,13 @@ def test_a_node_that_comes_later_is_ready_when_it_has_what_the_others_have():
     assert not late.is_ready
     assert late.load.state == "ready"  # it does not drain
     assert told(fleet.adapters.tick(1.0)) == [("d1", "load", "x"), ("d1", "unload", "given")]
+    fleet.done("d1", "given")
+    assert fleet.done("d1", "x", error="no such folder", now=2.0) == []
+    assert told(fleet.adapters.tick(2.0 + RETRY_FAILED_S)) == [("d1", "load", "x")]
+    assert fleet.done("d1", "x", "other", now=40.0) == [("d1", "unload", "x")]
+    assert (late.is_ready, fleet.served) == (False, ["x"])  # its files are not the fleet's, and it alone does nothing
+    assert fleet.done("d1", "x", now=41.0) == []
+    assert told(fleet.adapters.tick(40.0 + RETRY_FAILED_S)) == [("d1", "load", "x")]
     fleet.done("d1", "x", "digest")
     assert (late.is_ready, fleet.served) == (True, ["x"])
 
