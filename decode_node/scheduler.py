@@ -6,17 +6,19 @@ sequence writes only behind its published blocks, so the block of the next token
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from decode_node.preemption import Preemption
 from serving_core.node.costs import StepCosts
 from serving_core.node.leases import Leases
 from serving_core.node.requests import NodeRequest, NodeRequests, RequestState, fit_all
 from serving_core.requests import Work
-from serving_core.slo import DECODE_STRETCH
+
+STRETCH: Final = 1.3  # times the tightest TPOT that a full step may take: some sequences are ahead, some soon end
 
 
 def slots_in_time(running: Sequence[NodeRequest], costs: StepCosts) -> float:
-    """Return how many sequences a step may hold before it takes DECODE_STRETCH times the tightest TPOT of `running`.
+    """Return how many sequences a step may hold before it takes STRETCH times the tightest TPOT of `running`.
 
     `costs` predicts the time. The contexts are assumed as long as the mean of `running`. At least 1; inf without
     limits. A limit that one sequence alone would miss is ignored.
@@ -27,7 +29,7 @@ def slots_in_time(running: Sequence[NodeRequest], costs: StepCosts) -> float:
     weights = costs.weights
     num_cached = sum(each.num_computed for each in running if each.state is RequestState.RUNNING) / len(running)
     kept_s = [tpot_s for tpot_s in tpots_s if weights.num_sequences_within(tpot_s, num_cached)]
-    return weights.num_sequences_within(DECODE_STRETCH * min(kept_s), num_cached) if kept_s else math.inf
+    return weights.num_sequences_within(STRETCH * min(kept_s), num_cached) if kept_s else math.inf
 
 
 class DecodeScheduler:

@@ -17,9 +17,6 @@ from operator import le
 from typing import Final
 
 PROMPT_TIME_SHARE: Final = 0.05  # of a node's time, for prompts that running sequences hold back
-DECODE_STRETCH: Final = (
-    1.3  # times the tightest TPOT that a full step may take: some sequences are ahead, some soon end
-)
 
 
 @dataclass(slots=True)

@@ -47,11 +47,12 @@ from coordinator.control.load import Ledger, LimitedPart, LiveRequest
 from coordinator.control.nodes import Node
 from coordinator.control.placement.costs import Wanted
 from serving_core.node.costs import StepLoad
-from serving_core.slo import DECODE_STRETCH, PROMPT_TIME_SHARE, timely
+from serving_core.slo import PROMPT_TIME_SHARE, timely
 
 STARTED_SHARE: Final = (
     0.4  # share of the waiting sequences that decode while the others are prefilled; tuned in simulation
 )
+STRETCH: Final = 1.15  # times the tightest TPOT that steps of all sequences to come may take; tuned in simulation
 LOST_ARRIVAL_FACTOR: Final = 4  # violations for each lost request: those behind it are later too; tuned in simulation
 
 
@@ -357,8 +358,9 @@ class NodeForecast:
         return self._arrivals.per_s * self._arrivals.num_output * each_s
 
     def may_decode_arrivals(self, num_nodes: int) -> bool:
-        """Return whether `num_nodes` nodes like this one could decode all the sequences that are expected to come."""
-        return self._step_s(max(1, round(self._num_to_come / num_nodes))) <= DECODE_STRETCH * self._tightest_s
+        """Return whether `num_nodes` nodes like this one could decode all the sequences that are expected to come, in
+        steps of about the tightest limit."""
+        return self._step_s(max(1, round(self._num_to_come / num_nodes))) <= STRETCH * self._tightest_s
 
     def tpot_ratio(self, begins_s: float) -> float:
         """Return the decode step that is rarely exceeded, as a multiple of the tightest attainable SLO on TPOT.

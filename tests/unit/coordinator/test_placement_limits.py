@@ -125,8 +125,8 @@ def test_a_prompt_is_not_read_beside_the_answers_of_those_that_come(fleet):
 
 
 def test_sequences_to_come_may_be_too_many_for_one_node(fleet):
-    """Of eight requests a second with 60 tokens each 12 decode at a time, in steps of 34 ms, of at most 1.3 times 24:
-    too many for one node, not for two."""
+    """Of eight requests a second with 60 tokens each 12 decode at a time, in steps of 34 ms, 1.4 times the limit: too
+    many for one node, not for two."""
     there = fleet.late(fleet.add("b0"), Due(NOW + 0.3, 0.024), coming=Arrivals(8.0, 100.0, 60.0))
     assert not there.may_decode_arrivals(1)
     assert there.may_decode_arrivals(2)

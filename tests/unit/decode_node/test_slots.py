@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from decode_node.scheduler import slots_in_time
+from decode_node.scheduler import STRETCH, slots_in_time
 from serving_core.node.requests import RequestState
-from serving_core.slo import DECODE_STRETCH, Due
+from serving_core.slo import Due
 from tests.unit.serving_node.node_requests_kit import House
 from tests.unit.serving_node.slack_kit import ExactCosts
 
@@ -39,7 +39,7 @@ def test_without_limits_there_is_no_end():
 def test_the_tightest_limit_counts(tpot_s, num_cached):
     each_s = 0.002 + 1e-5 * num_cached
     most = slots_in_time(running(0.5, tpot_s, None, num_cached=num_cached), COSTS)
-    assert 0.010 + most * each_s <= DECODE_STRETCH * tpot_s < 0.010 + (most + 1) * each_s
+    assert 0.010 + most * each_s <= STRETCH * tpot_s < 0.010 + (most + 1) * each_s
 
 
 def test_who_would_be_late_alone_holds_nobody_up():
