@@ -42,3 +42,20 @@ def test_what_is_kept_moves_with_the_blocks(folder):
         [token] = engines[1].step([Work(request, len(request.token_ids) - 1, 1, there)])
         answer.append(token.token_id)
     assert answer == generated(folder, [prompt], 4, [answer])[0]
+
+
+JOINED = ("diffllama", "falcon_h1", "jamba", "lfm2", "mamba", "qwen3_5", "stablelm")
+
+
+def test_the_sequences_of_a_step_are_computed_together(folder):
+    """One call of the model for all that are about as long, where padding in front changes nothing."""
+    engine = load(folder)
+    family = engine.config.model_type.removesuffix("_text")
+    calls = []
+    engine.model.module.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+    )
+    prompts = [[number, *range(1, 8 + number)] for number in range(3)]
+    run_all(engine, [*prompts, list(range(1, 150))], greedy(5, ignore_eos=True))
+    of_steps = calls[4:]  # behind the prompts
+    assert of_steps == ([3, 1] * 4 if family in JOINED else [1] * 16)
