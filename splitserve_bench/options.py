@@ -133,4 +133,4 @@ def option(*names: str, help: str = "", default: Any = None, **more: Any) -> Cal
     return click.option(*names, help=help, **more)
 
 
-json_option: Final = option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+json_option: Final = option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")

@@ -17,27 +17,30 @@ class VllmSettings:
 
     model: str = flag("", "Folder with config.json and safetensors files.", positional=True)
     link: LinkSettings = field(default_factory=LinkSettings)
-    max_num_queued: int = flag(1024, "Most requests on the node; further requests go to other nodes.", minimum=1)
-    kv_bind: str = flag("", "Endpoint of the data plane: tcp://HOST:PORT or ipc://PATH.")
+    max_num_queued: int = flag(1024, "Hold at most this many requests; further ones go to other nodes.", minimum=1)
+    kv_bind: str = flag("", "Listen for KV blocks at this endpoint: tcp://HOST:PORT or ipc://PATH.")
     kv_shared_memory: bool = flag(
         True, "Send KV blocks through shared memory to nodes of the same machine that allow it too."
     )
-    transfer_timeout_s: float = flag(30.0, "Seconds that one KV transfer may take once it has started.", minimum=0.1)
+    transfer_timeout_s: float = flag(30.0, "Give a KV transfer this many seconds once it has started.", minimum=0.1)
     descriptor_timeout_s: float = flag(
-        60.0, "Seconds that a prefilled prompt waits for its transfer descriptor.", minimum=0.1
+        60.0, "Keep a prefilled prompt this many seconds for its transfer descriptor.", minimum=0.1
     )
     credit_timeout_s: float = flag(
-        600.0, "Seconds that a request waits for blocks before other nodes are asked.", minimum=0.1
+        600.0, "Let a request wait this many seconds for blocks before other nodes are asked.", minimum=0.1
     )
     reservation_ttl_s: float = flag(
-        600.0, "Most seconds that reserved blocks wait for their KV.", minimum=0.1, maximum=86400
+        600.0, "Keep reserved blocks at most this many seconds for their KV.", minimum=0.1, maximum=86400
     )
     step_timeout_s: float = flag(
-        120.0, "Seconds without a result from vLLM, while it has requests, after which the process exits.", minimum=1.0
+        120.0, "Exit when vLLM, while it has requests, has given no result for this many seconds.", minimum=1.0
     )
-    health_host: str = flag("127.0.0.1", "Address of the health port.")
+    health_host: str = flag("127.0.0.1", "Serve gRPC's health service for probes at this address.")
     health_port: int = flag(
-        -1, "Port of gRPC's health service for probes. 0 takes a free one, -1 none.", minimum=-1, maximum=65535
+        -1,
+        "Serve gRPC's health service for probes at this port; 0 takes a free one, -1 none.",
+        minimum=-1,
+        maximum=65535,
     )
 
 

@@ -33,7 +33,7 @@ def sampling_options(default_max_tokens: int) -> Callable[[Command], Command]:
         for name, hint in reversed(get_type_hints(Sampling, include_extras=True).items()):
             kind, help = get_args(hint)
             if name == "max_tokens":
-                help = f"Most tokens of an output; default: {default_max_tokens}, or the rest of the context."
+                help = f"Generate at most this many tokens; default: {default_max_tokens}, or the rest of the context."
             command = _sampling_option(name, kind, help)(command)
         return command
 
@@ -86,12 +86,12 @@ resume_option: Final = click.option(
     "--resume/--no-resume",
     default=True,
     show_default=True,
-    help="Whether an output continues at the next token when the server restarts or the connection is lost.",
+    help="Continue an output at its next token when the server restarts or the connection is lost.",
 )
 
 
 model_option: Final = click.option(
-    "--model", "model_name", default="", help="Name of the served model, or of one of its LoRA adapters."
+    "--model", "model_name", default="", help="Ask this model: the served one by its name, or one of its LoRA adapters."
 )
 
 
@@ -101,7 +101,7 @@ deadline_option: Final = click.option(
     default=TIMEOUT_S,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
-    help="Seconds for each request; the server's --request-timeout-s applies too.",
+    help="Give each request this many seconds; the server's --request-timeout-s applies too.",
 )
 
 
@@ -113,17 +113,19 @@ deadline_option: Final = click.option(
     "--chat/--raw",
     "as_chat",
     default=None,
-    help="With or without the chat template; default: with it if the model has one.",
+    help="Put the prompt into the chat template, or send it as it stands; default: the template, if the model has one.",
 )
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object a line for each chunk; usage and timeline come last."
 )
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show where the time went.")
 @click.option("--cache-salt", default="", help="Share cached prefixes only with requests of the same salt.")
-@click.option("--ttft-ms", type=float, help="SLO: milliseconds to the first token.")
-@click.option("--tpot-ms", type=float, help="SLO: mean milliseconds between tokens.")
-@click.option("--slo-class", default="", help="SLO class of the server's configuration.")
-@click.option("--priority", type=int, help="From -100 to 100, the lower the earlier; default: the class's, else 0.")
+@click.option("--ttft-ms", type=float, help="Set an SLO of this many milliseconds to the first token.")
+@click.option("--tpot-ms", type=float, help="Set an SLO of this many milliseconds between tokens, in the mean.")
+@click.option("--slo-class", default="", help="Name an SLO class of the server's configuration.")
+@click.option(
+    "--priority", type=int, help="Set a priority from -100 to 100, the lower the earlier; default: the class's, else 0."
+)
 @resume_option
 @deadline_option
 @sampling_options(GENERATE_TOKENS)
@@ -168,7 +170,7 @@ def generate(
 @click.command()
 @server_options
 @model_option
-@click.option("--system", help="System message of the conversation.")
+@click.option("--system", help="Begin the conversation with this system message.")
 @resume_option
 @deadline_option
 @sampling_options(CHAT_TOKENS)

@@ -13,16 +13,24 @@ MOST_DAYS: Final = 36_500
 
 
 @click.command()
-@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for the files.")
+@click.option(
+    "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Write the files to this folder."
+)
 @click.option(
     "--host",
     "hosts",
     multiple=True,
     metavar="NAME",
-    help="Name or address that the coordinator is dialed at, besides localhost and those of its present certificate; "
-    "may be repeated.",
+    help="Make the coordinator's certificate for this name or address, besides localhost and those "
+    "of its present one; may be repeated.",
 )
-@click.option("--days", default=DAYS, show_default=True, type=click.IntRange(1, MOST_DAYS), help="Validity in days.")
+@click.option(
+    "--days",
+    default=DAYS,
+    show_default=True,
+    type=click.IntRange(1, MOST_DAYS),
+    help="Make certificates valid for this many days.",
+)
 def certs(out: Path, hosts: tuple[str, ...], days: int) -> None:
     """Create a private CA, and certificates for the coordinator, its nodes and clients.
 

@@ -146,35 +146,55 @@ def size_lines(plan: TransferPlan, layout: KVLayout, prompt_tokens: int) -> list
 @click.command("plan-transfer")
 @click.argument("model", required=False)
 @click.option(
-    "--prefill-tp", default=1, show_default=True, type=click.IntRange(1, MAX_TP), help="Ranks of the prefill node."
+    "--prefill-tp",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, MAX_TP),
+    help="Let the prefill node have this many tensor-parallel ranks.",
 )
 @click.option(
-    "--decode-tp", default=1, show_default=True, type=click.IntRange(1, MAX_TP), help="Ranks of the decode node."
+    "--decode-tp",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, MAX_TP),
+    help="Let the decode node have this many tensor-parallel ranks.",
 )
 @click.option(
     "--prefill-pp",
     default=1,
     show_default=True,
     type=click.IntRange(1, MAX_TP),
-    help="Pipeline stages of the prefill node.",
+    help="Let the prefill node have this many pipeline stages.",
 )
 @click.option(
     "--decode-pp",
     default=1,
     show_default=True,
     type=click.IntRange(1, MAX_TP),
-    help="Pipeline stages of the decode node.",
+    help="Let the decode node have this many pipeline stages.",
 )
-@click.option("--kv-heads", type=click.IntRange(1), help="Number of KV heads, instead of a MODEL.")
+@click.option("--kv-heads", type=click.IntRange(1), help="Take this many KV heads instead of those of a MODEL.")
 @click.option(
     "--prompt-tokens",
     default=1000,
     show_default=True,
     type=click.IntRange(1),
-    help="Length of the prompt whose bytes are shown.",
+    help="Show the bytes of a prompt of this many tokens.",
 )
-@click.option("--block-size", default=EngineSettings().block_size, show_default=True, type=click.IntRange(1, 1024))
-@click.option("--kv-cache-dtype", default="auto", show_default=True, type=click.Choice(KV_CACHE_DTYPES))
+@click.option(
+    "--block-size",
+    default=EngineSettings().block_size,
+    show_default=True,
+    type=click.IntRange(1, 1024),
+    help="Count this many tokens in a block.",
+)
+@click.option(
+    "--kv-cache-dtype",
+    default="auto",
+    show_default=True,
+    type=click.Choice(KV_CACHE_DTYPES),
+    help="Count KV in this dtype.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the picture.")
 def plan_transfer_command(
     model: str | None,

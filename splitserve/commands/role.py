@@ -24,13 +24,15 @@ class RoleChoice(click.Choice[str]):
 @click.argument("node")
 @click.argument("role", type=RoleChoice(ROLES))
 @operator_options
-@click.option("--prompt-tokens", type=NUMBER, help="Limit of prompt tokens in one step, for a node that prefills.")
-@click.option("--slots", type=NUMBER, help="Number of running slots, for a node that decodes.")
+@click.option(
+    "--prompt-tokens", type=NUMBER, help="Compute at most this many prompt tokens in a step, on a node that prefills."
+)
+@click.option("--slots", type=NUMBER, help="Run at most this many sequences at a time, on a node that decodes.")
 @click.option(
     "--accepts-transfers/--no-accepts-transfers",
     default=True,
     show_default=True,
-    help="Whether a node that decodes accepts KV transfers from prefill nodes.",
+    help="Let a node that decodes accept KV transfers from prefill nodes.",
 )
 def role(
     node: str,
@@ -78,7 +80,7 @@ def _shape(role: str, prompt_tokens: int | None, slots: int | None, *, accepts_t
     type=click.FloatRange(min=0, min_open=True),
     default=REQUEST_TIMEOUT_S,
     show_default=True,
-    help="Seconds to wait until nothing is left; the node continues to drain afterwards.",
+    help="Wait this many seconds until nothing is left; the node continues to drain afterwards.",
 )
 def drain(node: str, server: Server, deadline_s: float) -> None:
     """Drain NODE: it gets no new requests, and its running requests migrate to other nodes.

@@ -103,22 +103,26 @@ class Batch:
 @click.command(name="run-batch")
 @click.option(
     "-i", "--input-file", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Requests, one JSON object a line: custom_id, method (POST), url, body.",
+    help="Read requests from this file, one JSON object a line: custom_id, method (POST), url, body.",
 )  # fmt: skip
 @click.option(
     "-o", "--output-file", required=True, type=click.Path(dir_okay=False, path_type=Path),
-    help="Results, one line for each request as soon as it is finished; the file must not exist.",
+    help="Write results to this file, one line for each request as soon as it is finished; it must " "not exist.",
 )  # fmt: skip
 @click.option(
     "--server", envvar=SERVER_VARIABLE, show_envvar=True, default="http://127.0.0.1:8000", show_default=True,
-    help="http://HOST:PORT of the HTTP port, or https.",
+    help="Ask the server at this HTTP port: http://HOST:PORT, or https.",
 )  # fmt: skip
 @click.option(
-    "--max-concurrency", default=64, show_default=True, type=click.IntRange(1, 4096), help="Requests at the same time."
+    "--max-concurrency",
+    default=64,
+    show_default=True,
+    type=click.IntRange(1, 4096),
+    help="Send at most this many requests at the same time.",
 )
 @click.option(
     "--deadline", "deadline_s", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True),
-    help="Seconds for each request, retries included.",
+    help="Give each request this many seconds, retries included.",
 )  # fmt: skip
 @api_key_option
 @tls_options

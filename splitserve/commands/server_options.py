@@ -21,7 +21,7 @@ Command = Callable[..., Any]
 
 def api_key_option(command: Command) -> Command:
     """Add --api-key and --api-key-file to a command, which gets `api_key`, None without a key."""
-    return _secret_option(command, "api_key", "Secret that the server asks for.")
+    return _secret_option(command, "api_key", "Show this secret to the server.")
 
 
 def _secret_option(command: Command, secret: str, help: str) -> Command:
@@ -41,9 +41,9 @@ def _secret_option(command: Command, secret: str, help: str) -> Command:
 def tls_options(command: Command) -> Command:
     """Add --tls-ca, --tls-cert and --tls-key to a command, which gets three paths, empty if not given."""
     options = (
-        ("--tls-ca", "CA of the server's certificate (PEM); implies TLS."),
-        ("--tls-cert", "Certificate for a server that asks clients for one (PEM)."),
-        ("--tls-key", "Private key of --tls-cert (PEM)."),
+        ("--tls-ca", "Verify the server's certificate by this CA (PEM); implies TLS."),
+        ("--tls-cert", "Show this certificate (PEM) to a server that asks clients for one."),
+        ("--tls-key", "Use this private key of --tls-cert (PEM)."),
     )
     for name, text in reversed(options):
         variable = f"SPLITSERVE_{name.removeprefix('--').replace('-', '_').upper()}"
@@ -90,7 +90,7 @@ def server_options(command: Command) -> Command:
         show_envvar=True,
         default="localhost:50051",
         show_default=True,
-        help="HOST:PORT of the server, or https://HOST:PORT.",
+        help="Ask the server at this address: HOST:PORT, or https://HOST:PORT.",
     )(api_key_option(tls_options(asking)))
 
 
@@ -101,4 +101,4 @@ def operator_options(command: Command) -> Command:
     def asking(*, server: Server, admin_key: str | None, **others: Any) -> Any:
         return command(server=replace(server, api_key=admin_key or server.api_key), **others)
 
-    return server_options(_secret_option(asking, "admin_key", "Secret that the server asks operators for."))
+    return server_options(_secret_option(asking, "admin_key", "Show this secret of operators to the server."))

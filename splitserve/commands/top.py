@@ -34,7 +34,7 @@ STEPS: Final = {"\x1b[A": -1, "\x1b[B": 1, "\x1b[5~": -10, "\x1b[6~": 10}  # seq
     show_default=True,
     type=click.FloatRange(min=LEAST_WATCH_S),
     metavar="SECONDS",
-    help="Seconds between two updates.",
+    help="Update the overview after this many seconds.",
 )
 def top(server: Server, once: bool, every_s: float) -> None:
     """Show nodes, queues, KV cache usage, rates and SLO attainment, live.

@@ -96,39 +96,52 @@ class CompareCommand(RepeatingCommand):
 
 
 contender_options = options_of(
-    option("--cores", default=0, type=click.IntRange(0), help="CPUs for each contender's nodes; 0 takes all."),
-    option("--splits", type=ListOf("1P+1D,...", parse_split), help="Prefill and decode nodes; by default all splits."),
-    option("--kinds", default=",".join(KINDS), type=ListOf("KIND,...", parse_kind), help="Which contenders take part."),
+    option(
+        "--cores", default=0, type=click.IntRange(0), help="Give each contender's nodes this many CPUs; 0 takes all."
+    ),
+    option(
+        "--splits",
+        type=ListOf("1P+1D,...", parse_split),
+        help="Compare these splits into prefill and decode nodes; default: all.",
+    ),
+    option(
+        "--kinds",
+        default=",".join(KINDS),
+        type=ListOf("KIND,...", parse_kind),
+        help="Compare contenders of these kinds.",
+    ),
     option(
         "--peer",
         "peers",
         multiple=True,
         metavar="NAME=URL",
-        help="A server with OpenAI's completions API that runs already; give it again for more.",
+        help="Compare with this running server of OpenAI's completions API: NAME=URL; give it again for more.",
     ),
     option(
         "--engine-flag",
         "engine_flags",
         multiple=True,
         metavar="NAME=VALUE",
-        help="A flag of `splitserve up` for all clusters; give it again for more.",
+        help="Start all clusters with this flag of `splitserve up`; give it again for more.",
     ),
     option(
         "--contender",
         "customs",
         multiple=True,
         metavar="'NAME=NODES FLAG=VALUE ...'",
-        help="One more cluster with flags of `splitserve up`, such as 'sum=1P+1B policy=sum'; give it again for more.",
+        help="Compare one more cluster with flags of `splitserve up`, such as 'sum=1P+1B policy=sum'; "
+        "give it again for more.",
     ),
 )
 load_options = options_of(
     shape_options(256, 32),
-    option("--num-prompts", default=100, type=LENGTH, help="Requests of a probe, at least."),
+    option("--num-prompts", default=100, type=LENGTH, help="Send at least this many requests in a probe."),
     option(
         "--seconds",
         default=20.0,
         type=NumberRange(min=0),
-        help="Length of a probe, at least, but for a trace that is shorter, and for more than 5000 requests.",
+        help="Let a probe last for at least this many seconds, but for a trace that is shorter, and for "
+        "more than 5000 requests.",
     ),
     client_options(120.0),
 )
@@ -137,14 +150,14 @@ goal_options = options_of(
         "--goodput",
         multiple=True,
         metavar="ttft:MS tpot:MS",
-        help="Limits that a good request meets, in ms: ttft, tpot, e2el.",
+        help="Judge requests by these limits in ms: ttft, tpot, e2el.",
     ),
     option(
         "--slo-scale",
         multiple=True,
         metavar="ttft:X tpot:X",
-        help="Limits as multiples of what the request takes alone on the colocated cluster of all cores; give it again "
-        "for others.",
+        help="Judge requests by these multiples of what they take alone on the colocated cluster of all "
+        "cores; give it again for others.",
     ),
     send_limits_option(default=True),
     option(
@@ -156,12 +169,12 @@ goal_options = options_of(
         "--attainment",
         default=0.9,
         type=NumberRange(0, 1, min_open=True, max_open=True),
-        help="Share of the offered requests that must be good.",
+        help="Ask for this share of good requests among those offered.",
     ),
-    option("--tolerance", default=0.1, type=ABOVE_0, help="How closely a rate is found."),
-    option("--max-probes", default=12, type=LENGTH, help="Of each contender."),
-    option("--first-rate", type=NumberRange(LOWEST_RATE, HIGHEST_RATE), help="Where all searches begin."),
-    option("--at-rates", type=ListOf("R,R,...", parse_rate), help="No search: these rates for all contenders."),
+    option("--tolerance", default=0.1, type=ABOVE_0, help="Find a rate to this share of it."),
+    option("--max-probes", default=12, type=LENGTH, help="Probe each contender at most this many times."),
+    option("--first-rate", type=NumberRange(LOWEST_RATE, HIGHEST_RATE), help="Begin all searches at this rate."),
+    option("--at-rates", type=ListOf("R,R,...", parse_rate), help="Do not search: send these rates to all contenders."),
 )
 output_options = options_of(
     option(
@@ -169,14 +182,14 @@ output_options = options_of(
         "profiles",
         multiple=True,
         type=FILE,
-        help="Of `doctor --save`: simulate the loads of clusters with such nodes, too, and show how close that comes; "
-        "give it again for nodes of another size.",
+        help="Simulate the loads of clusters too, with nodes of this profile of `doctor --save`, and "
+        "show how close that comes; give it again for nodes of another size.",
     ),
     option(
         "--save-dir",
         type=NEW_FOLDER,
-        help="Folder for every probe as soon as it is over, logs, and pictures. What is there already, by the same "
-        "arguments and code, is not measured again.",
+        help="Write every probe as soon as it is over, logs, and pictures to this folder. What is there "
+        "already, by the same arguments and code, is not measured again.",
     ),
     json_option,
 )

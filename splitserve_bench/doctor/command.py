@@ -29,23 +29,28 @@ MOST_RUNNING: Final = 256
 
 @click.command()
 @click.argument("model", default="")
-@option("--cores", default=1, type=click.IntRange(1), help="Cores of one node.")
+@option("--cores", default=1, type=click.IntRange(1), help="Give each node this many cores.")
 @option(
     "--running",
     default=8,
     type=click.IntRange(1, MOST_RUNNING),
-    help="Answers that run at the same time, for each of two nodes.",
+    help="Decode this many sequences at the same time on each of two nodes.",
 )
-@option("--prompt-tokens", default="64,256,512,1024,2048", type=COUNTS, help="Of prompts.")
-@option("--output-tokens", default="16,64,256,1024", type=COUNTS, help="Of answers.")
-@option("--dtype", default="auto", type=click.Choice(DTYPES), help="Compute dtype.")
-@option("--quantization", default="none", type=click.Choice(QUANTIZATIONS))
-@option("--kv-cache-dtype", default="auto", type=click.Choice(KV_CACHE_DTYPES))
+@option("--prompt-tokens", default="64,256,512,1024,2048", type=COUNTS, help="Measure prompts of these many tokens.")
+@option("--output-tokens", default="16,64,256,1024", type=COUNTS, help="Compute with outputs of these many tokens.")
+@option("--dtype", default="auto", type=click.Choice(DTYPES), help="Compute in this dtype.")
+@option("--quantization", default="none", type=click.Choice(QUANTIZATIONS), help="Quantize the weights, as nodes do.")
+@option(
+    "--kv-cache-dtype", default="auto", type=click.Choice(KV_CACHE_DTYPES), help="Store KV in this dtype, as nodes do."
+)
 @click.option(
-    "--weights-memory-bytes", default=0, type=Size(), help="Of the weights, as of nodes: layers beyond are on disk."
+    "--weights-memory-bytes",
+    default=0,
+    type=Size(),
+    help="Keep this much of the weights in memory, as nodes do; further layers are on disk.",
 )
-@option("--weights-disk-path", default="", help="Folder on that disk, as of nodes.")
-@option("--repeats", default=3, type=click.IntRange(1), help="How often each is measured.")
+@option("--weights-disk-path", default="", help="Put offloaded weights into this folder, as nodes do.")
+@option("--repeats", default=3, type=click.IntRange(1), help="Measure each figure this many times.")
 @option(
     "--save",
     "save_path",
@@ -55,11 +60,11 @@ MOST_RUNNING: Final = 256
 @option(
     "--check-bits",
     is_flag=True,
-    help="Instead, ask the same alone, in a crowd, in chunks, through moves, kills and more: exit code 1 unless all "
-    "answers have the same bits.",
+    help="Instead, ask the same alone, in a crowd, in chunks, through migrations, kills and more: "
+    "exit code 1 unless all outputs have the same bits.",
 )
-@option("--batch-invariant", is_flag=True, help="As of nodes.")
-@option("--tp", default=1, type=click.IntRange(1), help="Ranks of each node, with --check-bits.")
+@option("--batch-invariant", is_flag=True, help="Make bits independent of the batch, as nodes do.")
+@option("--tp", default=1, type=click.IntRange(1), help="Let each node have this many ranks, with --check-bits.")
 @json_option
 @needs("node")
 def doctor(

@@ -53,41 +53,77 @@ PROMPTS: Final = ListOf("COUNTxLENGTH,...", parse_prompts)
     "--measure",
     default=SPEED,
     type=click.Choice((SPEED, ACCURACY, SPECULATION)),
-    help="Rates and times; or, of a MODEL, the accuracy of quantized weights and KV, or speculation.",
+    help="Measure rates and times; or, of a MODEL, the accuracy of quantized weights and KV, or speculation.",
 )
-@option("--shape", type=click.Choice(tuple(SHAPES)), help="Random weights of this model's sizes, not a MODEL.")
-@click.option("--layers", default=0, type=click.IntRange(0), help="Only so many layers of the --shape.")
-@click.option("--threads", default=0, type=click.IntRange(0), help="Threads; by default what torch takes.")
-@option("--model-impl", default="auto", type=click.Choice(MODEL_IMPLS), help="As of nodes.")
-@option("--dtype", default="auto", type=click.Choice(DTYPES), help="Compute dtype.")
-@option("--quantization", default="none", type=click.Choice(QUANTIZATIONS))
-@option("--kv-cache-dtype", default="auto", type=click.Choice(KV_CACHE_DTYPES))
-@option("--block-size", default=EngineSettings().block_size, type=click.IntRange(1, 1024))
-@option("--enforce-eager", is_flag=True, help="As of nodes: no CUDA graphs.")
-@option("--batch-invariant", is_flag=True, help="As of nodes.")
-@click.option("--weights-memory-bytes", default="0", type=SizeRange(0), help="As of nodes: the rest is elsewhere.")
-@option("--weights-disk-path", default="", help="Folder on that disk; empty takes the one for temporary files.")
-@option("--prompts", default="1x512,8x512,16x128", type=PROMPTS, help="Prompts to prefill.")
+@option(
+    "--shape", type=click.Choice(tuple(SHAPES)), help="Take random weights of this model's sizes instead of a MODEL."
+)
+@click.option("--layers", default=0, type=click.IntRange(0), help="Take only this many layers of the --shape.")
+@click.option(
+    "--threads", default=0, type=click.IntRange(0), help="Compute with this many threads; default: what torch takes."
+)
+@option(
+    "--model-impl", default="auto", type=click.Choice(MODEL_IMPLS), help="Compute with this model code, as nodes do."
+)
+@option("--dtype", default="auto", type=click.Choice(DTYPES), help="Compute in this dtype.")
+@option("--quantization", default="none", type=click.Choice(QUANTIZATIONS), help="Quantize the weights, as nodes do.")
+@option(
+    "--kv-cache-dtype", default="auto", type=click.Choice(KV_CACHE_DTYPES), help="Store KV in this dtype, as nodes do."
+)
+@option(
+    "--block-size",
+    default=EngineSettings().block_size,
+    type=click.IntRange(1, 1024),
+    help="Store this many tokens in a block.",
+)
+@option("--enforce-eager", is_flag=True, help="Run decode steps without CUDA graphs, as nodes do.")
+@option("--batch-invariant", is_flag=True, help="Make bits independent of the batch, as nodes do.")
+@click.option(
+    "--weights-memory-bytes",
+    default="0",
+    type=SizeRange(0),
+    help="Keep at most this much of the weights in memory, as nodes do.",
+)
+@option(
+    "--weights-disk-path",
+    default="",
+    help="Put offloaded weights into this folder; default: the one for temporary files.",
+)
+@option("--prompts", default="1x512,8x512,16x128", type=PROMPTS, help="Prefill these prompts, as NUMBERxTOKENS.")
 @option(
     "--max-num-batched-tokens",
     "step_tokens",
     default=STEP_TOKENS,
     type=click.IntRange(1),
-    help="Tokens of prompts in a step.",
+    help="Compute at most this many prompt tokens in a step.",
 )
-@option("--batches", default="1,4,8,16,32", type=COUNTS, help="Requests in a decode step.")
-@option("--contexts", default="128,512", type=COUNTS, help="Tokens before a decode step.")
-@option("--repeats", default=5, type=click.IntRange(1), help="How often each is measured.")
-@option("--num-speculative-tokens", default=8, type=click.IntRange(1, 32), help="As of nodes.")
-@option("--speculative-model", default="", help="A draft model, instead of lookup; MODEL: the model itself.")
-@option("--speculative-quantization", default="none", type=click.Choice(QUANTIZATIONS))
+@option("--batches", default="1,4,8,16,32", type=COUNTS, help="Measure decode steps of this many requests.")
+@option("--contexts", default="128,512", type=COUNTS, help="Measure decode steps behind this many tokens.")
+@option("--repeats", default=5, type=click.IntRange(1), help="Measure each figure this many times.")
+@option(
+    "--num-speculative-tokens",
+    default=8,
+    type=click.IntRange(1, 32),
+    help="Verify at most this many draft tokens in a step.",
+)
+@option(
+    "--speculative-model",
+    default="",
+    help="Take draft tokens from this draft model instead of lookup; MODEL is the model itself.",
+)
+@option(
+    "--speculative-quantization",
+    default="none",
+    type=click.Choice(QUANTIZATIONS),
+    help="Quantize the weights, as nodes do.",
+)
 @option(
     "--peer-json",
     "peer_files",
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Another engine's result, the output of the script that measured it, or what this command printed with --json "
-    "and other flags; give it again for more.",
+    help="Compare with this result: the output of a script that measured another engine, or what "
+    "this command printed with --json and other flags; give it again for more.",
 )
 @json_option
 @needs("node")

@@ -93,42 +93,57 @@ node_options = options_of(
     option(
         "--model",
         type=click.Path(exists=True, file_okay=False),
-        help="Folder with the model's config.json; its weights are not needed.",
+        help="Plan for the model of this folder's config.json; its weights are not needed.",
     ),
-    option("--link", type=click.Choice(LINK_NAMES), help="Of devices of a host; by default the hardware's own."),
+    option(
+        "--link",
+        type=click.Choice(LINK_NAMES),
+        help="Join the devices of a host by this link; default: the hardware's own.",
+    ),
     click.option(
         "--device-memory",
         "device_memory_bytes",
         default=0,
         type=Size(),
-        help="Of one device, such as 80GiB; default: the hardware's.",
+        help="Give each device this much memory, such as 80GiB; default: the hardware's.",
     ),
-    click.option("--max-model-len", default=0, type=click.IntRange(0), help="Tokens of a request; else the model's."),
+    click.option(
+        "--max-model-len",
+        default=0,
+        type=click.IntRange(0),
+        help="Allow requests this many tokens; default: the model's limit.",
+    ),
     click.option(
         "--max-num-batched-tokens",
         default=0,
         type=click.IntRange(0),
-        help="Of a node's step; default: a profile's, else that of nodes on such devices.",
+        help="Compute at most this many tokens in a node's step; default: a profile's, else that of "
+        "nodes on such devices.",
     ),
-    click.option("--max-num-seqs", default=0, type=click.IntRange(0, 1024), help="Of a node; default: likewise."),
+    click.option(
+        "--max-num-seqs",
+        default=0,
+        type=click.IntRange(0, 1024),
+        help="Run at most this many sequences on a node; default: a profile's, else that of nodes on such devices.",
+    ),
     click.option(
         "--weights-memory-bytes",
         default=0,
         type=Size(),
-        help="Most that a device holds of the weights, such as 60GiB, as of `splitserve up`: layers beyond are in host "
-        "memory, or on a disk beside a CPU; default: nodes hold all.",
+        help="Keep at most this much of the weights on a device, such as 60GiB, as `splitserve up` does: "
+        "further layers are in host memory, or on a disk beside a CPU; default: all.",
     ),
     option(
         "--quantization",
         default="none",
         type=click.Choice(QUANTIZATIONS),
-        help="Of the weights, as of `splitserve up`.",
+        help="Quantize the weights, as `splitserve up` does.",
     ),
     option(
         "--kv-cache-dtype",
         default="auto",
         type=click.Choice(KV_CACHE_DTYPES),
-        help="Of keys and values, as of `splitserve up`.",
+        help="Store keys and values in this dtype, as `splitserve up` does.",
     ),
 )
 fleet_options = options_of(
@@ -137,33 +152,40 @@ fleet_options = options_of(
         "profiles",
         multiple=True,
         type=click.Path(exists=True, dir_okay=False),
-        help="What a node takes, as `splitserve doctor --save` has measured it; give it again for other kinds of node. "
-        "Without it that is worked out from the hardware's data sheet.",
+        help="Read the seconds that a node takes from this profile of `splitserve doctor --save`; give "
+        "it again for other kinds of node. Default: a roofline of the hardware's data sheet.",
     ),
-    option("--hardware", type=NAMES, help=f"Of all nodes: {PRESETS}, or as profiles call it."),
-    option("--prefill-hardware", type=NAMES, help="Of prefill nodes; several are all tried."),
-    option("--decode-hardware", type=NAMES, help="Of decode nodes; several are all tried."),
-    option("--host-link", default=INFINIBAND, type=click.Choice(LINK_NAMES), help="Between hosts."),
-    option("--gpus", type=click.IntRange(1, MOST_GPUS), help="Devices in all."),
-    option("--gpus-per-host", default=8, type=click.IntRange(1, MOST_TP)),
+    option("--hardware", type=NAMES, help=f"Plan with this hardware for all nodes: {PRESETS}, or as profiles call it."),
+    option("--prefill-hardware", type=NAMES, help="Plan with this hardware for prefill nodes; several are all tried."),
+    option("--decode-hardware", type=NAMES, help="Plan with this hardware for decode nodes; several are all tried."),
+    option("--host-link", default=INFINIBAND, type=click.Choice(LINK_NAMES), help="Join hosts by this link."),
+    option("--gpus", type=click.IntRange(1, MOST_GPUS), help="Divide this many devices."),
+    option("--gpus-per-host", default=8, type=click.IntRange(1, MOST_TP), help="Put this many devices on a host."),
     click.option(
         "--cells",
         default=0,
         type=click.IntRange(0),
-        help="Equal clusters that share the load, each with a coordinator of its own; default: one for each host.",
+        help="Divide the devices into this many equal clusters that share the load, each with a "
+        "coordinator of its own; default: one for each host.",
     ),
     option("--tp", "tp_sizes", default="1,2,4,8", type=SIZES),
-    option("--pp", "pp_sizes", default="1", type=SIZES, help="Stages of a node, of each of the sizes of --tp."),
+    option(
+        "--pp",
+        "pp_sizes",
+        default="1",
+        type=SIZES,
+        help="Try these numbers of pipeline stages, of each of the sizes of --tp.",
+    ),
 )
 objective_options = options_of(
     option("--cost", "objective", flag_value="cost", help="Search for the most requests a dollar."),
     option("--power", "objective", flag_value="power", help="Search for the most requests a second a kilowatt."),
-    option("--price", type=FIGURES, help="Dollars an hour of a device: h100=4.75,a100=2.2 (the defaults)."),
-    option("--watts", type=FIGURES, help="Of a device: h100=700,a100=400 (the defaults)."),
+    option("--price", type=FIGURES, help="Price a device at these dollars an hour: h100=4.75,a100=2.2 (the defaults)."),
+    option("--watts", type=FIGURES, help="Count these watts for a device: h100=700,a100=400 (the defaults)."),
 )
 load_options = options_of(
     option("--dataset-name", "--dataset", default=RANDOM, type=click.Choice((RANDOM, *TRACES))),
-    option("--dataset-path", type=click.Path(exists=True, dir_okay=False), help="The trace."),
+    option("--dataset-path", type=click.Path(exists=True, dir_okay=False), help="Read the trace from this file."),
     length_scale_option,
     option("--random-input-len", default=1024, type=COUNT),
     option("--random-output-len", default=128, type=COUNT),
@@ -171,25 +193,37 @@ load_options = options_of(
     burstiness_option,
 )
 search_options = options_of(
-    option(*SLO, multiple=True, metavar="ttft:MS tpot:MS", help="Limits that a good request meets, in ms."),
+    option(*SLO, multiple=True, metavar="ttft:MS tpot:MS", help="Judge requests by these limits in ms."),
     option("--attainment", default=0.9, type=NumberRange(0, 1, min_open=True)),
-    option("--tolerance", default=0.03, type=ABOVE_0, help="Of the goodput."),
-    option("--candidates", default=20, type=COUNT, help="Most plans that are simulated."),
+    option("--tolerance", default=0.03, type=ABOVE_0, help="Find the goodput to this share of it."),
+    option("--candidates", default=20, type=COUNT, help="Simulate at most this many plans."),
     option("--all", "all_plans", is_flag=True, help="Find every plan's knee, not only those of the best two."),
-    option("--max-probes", default=12, type=COUNT, help="Of a plan, beyond quick ones."),
-    option("--num-prompts", default=200, type=click.IntRange(1, MOST_COUNTED), help="Requests that count, at least."),
+    option(
+        "--max-probes",
+        default=12,
+        type=COUNT,
+        help="Simulate a plan at most this many times, beyond quick simulations.",
+    ),
+    option(
+        "--num-prompts", default=200, type=click.IntRange(1, MOST_COUNTED), help="Count at least this many requests."
+    ),
     option(
         "--seconds",
         default=2.0,
         type=ABOVE_0,
-        help=f"For which they come, at least, but for more than {MOST_COUNTED} requests.",
+        help=f"Let them come for at least this many seconds, but for more than {MOST_COUNTED} requests.",
     ),
     option("--seed", default=0, type=click.IntRange(0)),
-    click.option("--jobs", default=0, type=click.IntRange(0, 256), help="Processes; default: one for each CPU."),
+    click.option(
+        "--jobs",
+        default=0,
+        type=click.IntRange(0, 256),
+        help="Simulate in this many processes; default: one for each CPU.",
+    ),
 )
 output_options = options_of(
-    option("--plot", type=NewFile(), help="Picture of the knees (PNG)."),
-    option("--save", "save_path", type=NewFile(), help="The JSON object."),
+    option("--plot", type=NewFile(), help="Draw the knees into this file (PNG)."),
+    option("--save", "save_path", type=NewFile(), help="Write the JSON object to this file."),
     json_option,
 )
 
@@ -241,9 +275,9 @@ def plan_command(
 
 @plan_command.command("profile")
 @node_options
-@option("--hardware", required=True, type=click.Choice(list(DEVICES)), help="Of the node.")
+@option("--hardware", required=True, type=click.Choice(list(DEVICES)), help="Take this hardware for the node.")
 @option("--tp", type=click.IntRange(1, MOST_TP), help="Default: the smallest size that the model fits on.")
-@option("--save", "save_path", required=True, type=NewFile(), help="The profile.")
+@option("--save", "save_path", required=True, type=NewFile(), help="Write the profile to this file.")
 def profile_command(hardware: str, tp: int | None, save_path: Path, **flags: Any) -> None:
     """Write the profile of one node, worked out from the hardware's data sheet, for `splitserve simulate --profile`."""
     from splitserve_bench.plan.nodes import machines_of

@@ -275,9 +275,14 @@ def send_limits_option(*, default: bool) -> Callable[[Command], Command]:
     return option("--send-limits/--no-send-limits", default=default, help=words)
 
 
-length_scale_option: Final = option("--length-scale", default=1.0, type=ABOVE_0, help="Times a trace's lengths.")
+length_scale_option: Final = option(
+    "--length-scale", default=1.0, type=ABOVE_0, help="Multiply the lengths of a trace by this factor."
+)
 burstiness_option: Final = option(
-    "--burstiness", default=1.0, type=ABOVE_0, help="1 is a Poisson process, less comes in bursts, more evenly."
+    "--burstiness",
+    default=1.0,
+    type=ABOVE_0,
+    help="Let requests come in bursts (below 1), as a Poisson process (1) or evenly (above).",
 )
 
 
@@ -288,30 +293,30 @@ def shape_options(input_len: int, output_len: int) -> Callable[[Command], Comman
         option(
             "--dataset-path",
             type=FILE,
-            help="Azure's CSV, Mooncake's JSON lines, ShareGPT's JSON, or JSON lines with prompt and, optional, "
-            "output_tokens.",
+            help="Read the data set from this file: Azure's CSV, Mooncake's JSON lines, ShareGPT's JSON, or "
+            "JSON lines with prompt and, optional, output_tokens.",
         ),
         length_scale_option,
-        option("--random-input-len", default=input_len, type=LENGTH, help="Tokens of a prompt."),
-        option("--random-output-len", default=output_len, type=LENGTH, help="Tokens of an output."),
+        option("--random-input-len", default=input_len, type=LENGTH, help="Send prompts of this many tokens."),
+        option("--random-output-len", default=output_len, type=LENGTH, help="Ask for outputs of this many tokens."),
         option(
             "--random-range-ratio",
             default=0.0,
             type=NumberRange(0, 1, max_open=True),
-            help="Lengths differ by up to this share of them.",
+            help="Let lengths differ by up to this share of them.",
         ),
         option(
             "--random-prefix-len",
             default=0,
             type=COUNT,
-            help="Tokens that all random prompts begin with, beside --random-input-len.",
+            help="Begin all random prompts with the same tokens, this many beside --random-input-len.",
         ),
         option(
             "--sharegpt-output-len",
             "--custom-output-len",
             "text_output_len",
             type=LENGTH,
-            help=f"Tokens of every output of {SHAREGPT} and {CUSTOM}; default: what the file says.",
+            help=f"Ask for outputs of this many tokens in {SHAREGPT} and {CUSTOM}; default: what the file says.",
         ),
         option(
             "--skip-chat-template",
@@ -326,11 +331,17 @@ def shape_options(input_len: int, output_len: int) -> Callable[[Command], Comman
 
 def client_options(timeout_s: float) -> Callable[[Command], Command]:
     return options_of(
-        option("--request-timeout-s", default=timeout_s, type=ABOVE_0, help="A request that takes longer is a miss."),
+        option(
+            "--request-timeout-s",
+            default=timeout_s,
+            type=ABOVE_0,
+            help="Count a request that takes more than this many seconds as a miss.",
+        ),
         option(
             "--seed",
             default=0,
-            help="Of prompts, lengths and arrivals; take another one when the server keeps the KV of an earlier run.",
+            help="Draw prompts, lengths and arrivals by this seed; take another one when the server keeps "
+            "the KV of an earlier run.",
         ),
     )
 
@@ -341,51 +352,65 @@ where_options = options_of(
         "--server",
         envvar=SERVER_VARIABLE,
         show_envvar=True,
-        help="HOST:PORT of SplitServe's gRPC, or http://HOST:PORT of a server with OpenAI's API; by default "
-        f"{LOOPBACK}:{PORTS[SPLITSERVE]}, with --backend {OPENAI} http://{LOOPBACK}:{PORTS[OPENAI]}.",
+        help="Load this server: HOST:PORT of SplitServe's gRPC, or http://HOST:PORT of a server with OpenAI's API; "
+        f"default: {LOOPBACK}:{PORTS[SPLITSERVE]}, with --backend {OPENAI} http://{LOOPBACK}:{PORTS[OPENAI]}.",
     ),
-    option("--backend", type=click.Choice(BACKENDS), help="By default the one that --server is an address of."),
+    option(
+        "--backend",
+        type=click.Choice(BACKENDS),
+        help="Speak this API; default: the one that --server is an address of.",
+    ),
     option("--host", hidden=True),  # vLLM's, instead of --server
     option("--port", hidden=True, type=click.IntRange(1, 65535)),
-    option("--endpoint", default=COMPLETIONS, help=f"Of an OpenAI-compatible server; /v1{CHATS} too."),
-    option("--model", default="", help="Served model; by default what is served."),
+    option(
+        "--endpoint",
+        default=COMPLETIONS,
+        help=f"Send requests to this path of an OpenAI-compatible server; /v1{CHATS} too.",
+    ),
+    option("--model", default="", help="Ask this model; default: what is served."),
     api_key_option,
     tls_options,
-    option("--extra-body", default="{}", help="JSON object of more fields: of an OpenAI-compatible server, or limits."),
-    tokenizer_option(
-        f"Model folder: its tokenizer tells how long the texts of {SHAREGPT} and {CUSTOM} are, and what text random "
-        "prompts are in chats; by default that of the served model, where its name is a folder or cached hub id here. "
-        "Its vocabulary is what random prompts are drawn from where the server does not tell its own."
+    option(
+        "--extra-body",
+        default="{}",
+        help="Add the fields of this JSON object to each request: of an OpenAI-compatible server, or limits.",
     ),
-    option("--vocab-size", type=LENGTH, help="The same as a number."),
+    tokenizer_option(
+        f"Use the tokenizer of this model folder for the lengths of {SHAREGPT} and {CUSTOM}, and for random prompts in "
+        "chats or where the server does not tell its vocabulary; default: that of the served model, where its name is "
+        "a folder or cached hub id here."
+    ),
+    option("--vocab-size", type=LENGTH, help="Draw random prompts from this many tokens."),
 )
 ignore_eos_option = option(
     "--ignore-eos/--no-ignore-eos",
     default=True,
-    help="Whether outputs go on after the end-of-sequence token, to their full length.",
+    help="Let outputs go on after the end-of-sequence token, to their full length.",
 )
 
 # What is sent when.
 dataset_options = options_of(
     shape_options(1024, 128),
-    option("--num-prompts", type=LENGTH, help=f"Requests; default {NUM_PROMPTS}, of a trace all."),
+    option("--num-prompts", type=LENGTH, help=f"Send this many requests; default: {NUM_PROMPTS}, of a trace all."),
 )
 pace_options = options_of(
     option(
         "--ramp-up-strategy",
         type=click.Choice(RAMPS),
-        help="How the rate grows from request to request, instead of --request-rate: by as much, or by as many times.",
+        help="Let the rate grow from request to request, instead of --request-rate: by as much (linear), "
+        "or by as many times (exponential).",
     ),
-    option("--ramp-up-start-rps", type=RATE, help="Requests a second of the first."),
-    option("--ramp-up-end-rps", type=RATE, help="Requests a second of the last."),
-    option("--max-concurrency", type=LENGTH, help="Requests at the same time; the rest wait."),
+    option("--ramp-up-start-rps", type=RATE, help="Begin a growing rate with this many requests a second."),
+    option("--ramp-up-end-rps", type=RATE, help="End a growing rate with this many requests a second."),
+    option("--max-concurrency", type=LENGTH, help="Send at most this many requests at the same time; the rest wait."),
     client_options(600.0),
 )
 stages_options = options_of(
     option(
         "--stages",
         metavar="TIMESxSECONDS,...",
-        help="Multiples of --request-rate, and for how long, such as 0.7x20,3x30,0.7x40. Needs --goodput. Without "
+        help="Send the load in stages: multiples of --request-rate, each with its seconds, such as 0.7x20,3x30,0.7x40. "
+        "Needs --goodput. Without "
         f"--request-rate they are multiples of the capacity, which is measured first: {CAPACITY_REQUESTS} requests, "
         f"{CAPACITY_CONCURRENCY} at a time.",
     ),
@@ -393,7 +418,7 @@ stages_options = options_of(
         "--attainment",
         default=0.9,
         type=NumberRange(0, 1, min_open=True),
-        help="Share of good requests from which goodput is back after the highest of the --stages.",
+        help="Count goodput as back, after the highest of the --stages, from this share of good requests on.",
     ),
 )
 obey_retry_after_option = option(
@@ -402,8 +427,8 @@ obey_retry_after_option = option(
     flag_value=1,
     default=0,
     type=click.IntRange(0, MAX_REPEATS),
-    help="Send a request again that is refused and told when to come back within --request-timeout-s: so many times, 1 "
-    "without a number. The last sending is judged.",
+    help="Send a request again, at most this many times (1 without a number), that is refused and "
+    "told when to come back within --request-timeout-s. The last sending is judged.",
 )
 load_options = options_of(
     dataset_options,
@@ -411,28 +436,32 @@ load_options = options_of(
         "--request-rate",
         default=math.inf,
         type=ABOVE_0,
-        help="Requests a second; inf sends all at once, and a trace at its own times.",
+        help="Send this many requests a second; inf sends all at once, and a trace at its own times.",
     ),
     pace_options,
-    option("--num-warmups", default=0, type=COUNT, help="Requests before, which do not count."),
+    option("--num-warmups", default=0, type=COUNT, help="Send this many requests before, which do not count."),
 )
 
 # What is made of it.
 goodput_option = option(
-    "--goodput", multiple=True, help="Limits of a good request in ms, such as ttft:500 tpot:30 e2el:9000."
+    "--goodput", multiple=True, help="Judge requests by these limits in ms, such as ttft:500 tpot:30 e2el:9000."
 )
 result_options = options_of(
     goodput_option,
-    option("--percentile-metrics", default="ttft,tpot,itl", help="Also e2el, ttst."),
-    option("--metric-percentiles", default="99", help="Several with commas."),
-    option("--label", help="Begins the result's name; default: the backend."),
-    option("--num-gpus", type=LENGTH, help="Of all nodes, for goodput per GPU."),
-    option("--metadata", multiple=True, help="KEY=VALUE for the result; several may follow."),
+    option(
+        "--percentile-metrics", default="ttft,tpot,itl", help="Show these figures, of ttft, tpot, itl, e2el and ttst."
+    ),
+    option("--metric-percentiles", default="99", help="Show these percentiles, with commas between them."),
+    option("--label", help="Begin the result's name with this label; default: the backend."),
+    option("--num-gpus", type=LENGTH, help="Divide goodput by this many GPUs of all nodes."),
+    option("--metadata", multiple=True, help="Add KEY=VALUE to the result; several may follow."),
     option("--save-result", is_flag=True, help="Write the figures to a JSON file."),
-    option("--save-detailed", is_flag=True, help="The same with every request, and one JSON line for each beside it."),
-    option("--result-dir", default=".", type=NEW_FOLDER, help="Where to; it is made."),
-    option("--result-filename", help="Instead of LABEL-RATEqps-MODEL-TIME.json."),
-    option("--plots", type=NEW_FOLDER, help="Folder for pictures (PNG)."),
+    option(
+        "--save-detailed", is_flag=True, help="Write every request too, and beside the file one JSON line for each."
+    ),
+    option("--result-dir", default=".", type=NEW_FOLDER, help="Write results to this folder, which is made."),
+    option("--result-filename", help="Name the result file so, instead of LABEL-RATEqps-MODEL-TIME.json."),
+    option("--plots", type=NEW_FOLDER, help="Draw pictures (PNG) into this folder."),
     json_option,
 )
 

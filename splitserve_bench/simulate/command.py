@@ -82,29 +82,29 @@ profile_option = option(
     "profile_path",
     required=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="What a node costs, as `splitserve doctor --save FILE` has measured it.",
+    help="Read the seconds that a node takes from this profile, which `splitserve doctor --save FILE` has written.",
 )
 tokenizer_of_texts = tokenizer_option(
-    "Model folder whose tokenizer tells how long the texts of sharegpt and custom are."
+    "Count the tokens of sharegpt's and custom's texts by the tokenizer of this model folder."
 )
 rates_option = option(
     "--request-rate",
     "request_rates",
     default="inf",
     type=ListOf("R,R,...", parse_rate),
-    help="Requests a second, a load for each; inf sends all at once, and a trace at its own times.",
+    help="Send this many requests a second, a load for each rate; inf sends all at once, and a trace at its own times.",
 )
 fleet_options = options_of(
-    node_count("prefill", "Prefill nodes."),
-    node_count("decode", "Decode nodes."),
-    node_count("mixed", "Mixed nodes."),
+    node_count("prefill", "Simulate this many prefill nodes."),
+    node_count("decode", "Simulate this many decode nodes."),
+    node_count("mixed", "Simulate this many mixed nodes."),
     *map(coordinator_option, ("roles", "policy", "admission", "remote_prefix_fetch")),
     option(
         "--nodes-per-machine",
         default=2,
         type=click.IntRange(1),
-        help="How many share one, in the order prefill, decode, mixed: where the profile says so, a node is faster "
-        "while its neighbours rest.",
+        help="Put this many nodes on each machine, in the order prefill, decode, mixed: where the "
+        "profile says so, a node is faster while its neighbours rest.",
     ),
     send_limits_option(default=True),
 )

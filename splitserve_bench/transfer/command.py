@@ -30,20 +30,20 @@ PROMPT_TOKENS: Final = (16, 128, 512, 2048, 8192)
     default=TRANSPORTS,
     multiple=True,
     type=click.Choice((*TRANSPORTS, *ON_DEVICES)),
-    help="What moves the blocks; give it again for more.",
+    help="Measure this transport; give it again for more.",
 )
 @option(
     "--prompt-tokens",
     default=PROMPT_TOKENS,
     multiple=True,
     type=click.IntRange(1),
-    help="Length of the prompts; give it again for more.",
+    help="Transfer prompts of this many tokens; give it again for more.",
 )
 @option("--block-size", default=EngineSettings().block_size, type=click.IntRange(1, 1024))
 @option("--kv-cache-dtype", default="auto", type=click.Choice(KV_CACHE_DTYPES))
-@option("--scattered", is_flag=True, help="Blocks of a prompt lie anywhere in the pool, not side by side.")
-@option("--device", default="cpu", type=click.Choice(DEVICES[1:]), help="Where the pools are.")
-@option("--repeats", default=9, type=click.IntRange(1), help="Transfers of each kind.")
+@option("--scattered", is_flag=True, help="Let the blocks of a prompt lie anywhere in the pool, not side by side.")
+@option("--device", default="cpu", type=click.Choice(DEVICES[1:]), help="Put the pools on this device.")
+@option("--repeats", default=9, type=click.IntRange(1), help="Measure this many transfers of each kind.")
 @json_option
 @needs("node")
 def transfer_command(
