@@ -11,8 +11,9 @@ COMMON: Final = (
 )
 GROUPS: Final = {
     "Model": (
-        *("engine", "dtype", "quantization", "max_model_len", "lora", "model_impl", "runner", "batch_invariant"),
-        *("served_model_name", "generation_config", "max_logprobs", "chat_template", "chat_template_kwargs"),
+        *("engine", "dtype", "quantization", "max_model_len", "lora", "lora_root", "model_impl", "runner"),
+        *("batch_invariant", "served_model_name", "generation_config", "max_logprobs"),
+        *("chat_template", "chat_template_kwargs"),
         *("tool_call_parser", "reasoning_parser", "disable_additional_properties", "strict_fields"),
         *("speculation", "num_speculative_tokens", "speculative_model", "speculative_quantization"),
     ),
