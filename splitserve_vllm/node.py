@@ -42,7 +42,12 @@ class Engine(Protocol):
     def is_dead(self) -> bool: ...
 
     def generate(
-        self, request_id: str, token_ids: list[int], fields: Mapping[str, Any], transfer: Mapping[str, Any]
+        self,
+        request_id: str,
+        token_ids: list[int],
+        fields: Mapping[str, Any],
+        transfer: Mapping[str, Any],
+        cache_salt: str,
     ) -> AsyncGenerator[Token]: ...
 
 
@@ -473,7 +478,7 @@ class VllmNode:
         self._num_prompt_tokens += len(request.token_ids)
         if RECEIVE not in transfer:
             self._note_running(attempt)
-        outputs = self._engine.generate(name, list(request.token_ids), fields, transfer)
+        outputs = self._engine.generate(name, list(request.token_ids), fields, transfer, request.cache_salt)
         try:
             async for each in outputs:
                 reason = finish_of(each.finish_reason)

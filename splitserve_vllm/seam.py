@@ -21,6 +21,7 @@ CONNECTOR: Final = ("splitserve_vllm.connector", "SplitServeConnector")
 BASE: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 ASSUMED: Final[Mapping[tuple[str, str], Sequence[str]]] = {
     ("vllm.engine.arg_utils", "AsyncEngineArgs.from_cli_args"): ("args",),
+    ("vllm.inputs", "tokens_input"): ("prompt_token_ids", "cache_salt"),
     ("vllm.v1.engine.async_llm", "AsyncLLM.from_engine_args"): ("engine_args", "stat_loggers"),
     ("vllm.v1.engine.async_llm", "AsyncLLM.generate"): ("prompt", "sampling_params", "request_id"),
     ("vllm.v1.engine.async_llm", "AsyncLLM.shutdown"): ("timeout",),
@@ -137,18 +138,26 @@ class Vllm:
         self.facts = _facts(self._engine.vllm_config)
 
     async def generate(
-        self, request_id: str, token_ids: Sequence[int], fields: Mapping[str, Any], transfer: Mapping[str, Any]
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        fields: Mapping[str, Any],
+        transfer: Mapping[str, Any],
+        cache_salt: str = "",
     ) -> AsyncGenerator[Token]:
         """Yield the output tokens of a prompt. Ending the iteration aborts the request.
 
-        `fields` are the arguments of SamplingParams, `transfer` what the KV connector learns of the request.
+        `fields` are the arguments of SamplingParams, `transfer` what the KV connector learns of the request. KV is
+        shared only between prompts with the same `cache_salt`.
         """
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         extra = {TRANSFER: dict(transfer)} if transfer else None
         params = SamplingParams(**fields, extra_args=extra, output_kind=RequestOutputKind.DELTA)
-        generated = self._engine.generate({"prompt_token_ids": list(token_ids)}, params, request_id)
+        prompt = tokens_input(list(token_ids), cache_salt=cache_salt or None)
+        generated = self._engine.generate(prompt, params, request_id)
         async with aclosing(generated) as outputs:
             async for output in outputs:
                 for token in _tokens(output):

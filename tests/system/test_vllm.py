@@ -65,7 +65,7 @@ def started(model, folder, **numbers):
     cluster = VllmCluster(
         model,
         folder,
-        coordinator={"node_wait_s": 60, "node_timeout_s": 30, "step_timeout_s": 300},
+        coordinator={"node_wait_s": 60, "node_timeout_s": 30, "step_timeout_s": 300, "max_queue_wait_s": 600},
         node={"step_timeout_s": STEP_TIMEOUT_S},
         start_deadline_s=DEADLINE_S,
         **numbers,

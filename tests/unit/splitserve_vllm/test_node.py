@@ -47,8 +47,8 @@ class Engine:
         self.calls, self.aborted, self.may_go = [], [], asyncio.Event()
         self.may_go.set()
 
-    async def generate(self, request_id, token_ids, fields, transfer):
-        self.calls.append((request_id, token_ids, fields, transfer))
+    async def generate(self, request_id, token_ids, fields, transfer, cache_salt):
+        self.calls.append((request_id, token_ids, fields, transfer, cache_salt))
         last = token_ids[-1]
         try:
             await self.may_go.wait()
@@ -93,7 +93,7 @@ class World:
 
     def job(self, token_ids=(1, 2, 4), *, epoch=1, num_prompt=None, **sampling):
         params = SamplingParams(**{"max_tokens": 3, "temperature": 0.0, **sampling})
-        request = Request("r", epoch, list(token_ids), num_prompt or len(token_ids), params)
+        request = Request("r", epoch, list(token_ids), num_prompt or len(token_ids), params, cache_salt="salt")
         return convert.job_to_wire(request)
 
     def prefill(self, **job):
@@ -152,6 +152,7 @@ async def test_a_mixed_node_answers_alone():
     world.reserve(is_local=True)
     (first,) = await world.until("first_token")
     assert (first.token.token_id, first.token.index, first.prefill_s) == (5, 0, 0.5)
+    assert world.engine.calls[0][4] == "salt"  # KV is shared within it alone
     assert await world.tokens(2) == ([(6, 1), (7, 2)], inference_pb2.FINISH_REASON_LENGTH)
     await asyncio.wait_for(world.node.idle(), DEADLINE_S)
 
