@@ -609,7 +609,10 @@ class Speculation:
         return self._source.may_draft_next(num_sequences)
 
     def record_step(self, works: Sequence[Work], nums_given: Sequence[int], step_s: float) -> None:
-        """Count a finished decode step that gave `nums_given[i]` tokens to `works[i]`, and learn from its duration."""
+        """Record that a decode step gave `nums_given[i]` tokens to `works[i]` and took `step_s` seconds.
+
+        Whether later steps get draft tokens depends on this.
+        """
         counts, num_proposed, num_accepted = self.counts, 0, 0
         for work, num_given in zip(works, nums_given, strict=True):
             if not work.draft_tokens:

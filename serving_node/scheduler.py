@@ -587,7 +587,10 @@ class NodeScheduler:
         self.kv_offload.lost(slots)
 
     def opened(self, node_request: NodeRequest, remote_kv: Opened | None, now: float) -> None:
-        """Record the end of an `OpenRemoteKV`. `remote_kv` is None if no KV holder had room."""
+        """Record the end of an `OpenRemoteKV`; on success the blocks of the sent tiles are freed here.
+
+        `remote_kv` is None if no KV holder had room.
+        """
         assert self.distributed_kv is not None
         self.distributed_kv.opened(node_request, remote_kv, now)
         self._admit()

@@ -54,7 +54,10 @@ class NodeTier:
                 self._num_good.pop(load_id, None)
 
     def loaded(self, load_id: int, num_good: int) -> None:
-        """Record that one rank has finished its part of a load, with `num_good` leading blocks."""
+        """Record that one rank has finished its part of a load, with `num_good` leading blocks.
+
+        After the last rank, `on_loaded` gets the number that all ranks have. A load that was given up is ignored.
+        """
         if load_id not in self._num_good:
             return  # the load was given up
         self._num_good[load_id] = min(self._num_good[load_id], num_good)
