@@ -151,7 +151,10 @@ class Preprocessor:
             yield await self._prepare(request, remaining_s, terms, record)
 
     async def planned(self, request: inference_pb2.GenerateRequest, terms: Terms = USUAL) -> RequestPlan:
-        """Return what `prepared` would begin, without a trace. Raises RequestError."""
+        """Validate, tokenize and plan a request as `prepared` does, and return the plan; there is no trace.
+
+        Raises RequestError for an invalid request.
+        """
         record = CallRecord(request.request_id, ASKER.get(), arrived_s=time.monotonic())
         return (await self._prepare(request, None, terms, record)).plan
 
@@ -250,7 +253,11 @@ class Preprocessor:
     async def score(
         self, request: inference_pb2.ScoreRequest, remaining_s: float | None = None
     ) -> inference_pb2.ScoreResponse:
-        """Return the response to a request that has an id, within `remaining_s` seconds. Raises RequestError."""
+        """Submit the prompts of a request that has an id, wait for their ends, and return the logprobs of its labels.
+
+        `remaining_s` are the seconds left for the request (None: request_timeout_s). Raises RequestError when the
+        request is refused, fails or is late.
+        """
         with self._recorded(request.request_id, "score", request.model) as record:
             timeout_s = self._timeout_s(remaining_s)
             with self.noting_refusal(record):

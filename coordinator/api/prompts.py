@@ -37,7 +37,11 @@ async def _tokenize_chat(tokenizer: Tokenizer, chat: inference_pb2.ChatInput, li
 async def tokenize_around(
     tokenizer: Tokenizer, chat: inference_pb2.ChatInput, limit: TokenLimit
 ) -> tuple[list[int], str]:
-    """Return the token ids up to the end of the last message's content, and the text behind it, as `encode_around`."""
+    """Return the token ids of a conversation up to the end of its last message's content, and the text behind it.
+
+    Raises RequestError when the chat template refuses the conversation or does not write that content exactly once, and
+    when the input has more tokens than `limit`.
+    """
     messages, options = _conversation(chat)
     return await tokenizer.encode_around(messages, limit, options, ASKER.get())
 

@@ -490,7 +490,10 @@ class ForwardedAdmin(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
             return await self.change_adapters("UnloadAdapter", request)
 
     async def change_adapters(self, method: str, request: Any) -> Any:
-        """Call LoadAdapter or UnloadAdapter of the coordinator. Raises RequestError or AioRpcError."""
+        """Send `request` to the coordinator by its method LoadAdapter or UnloadAdapter, and return the response.
+
+        Raises RequestError without an admin key or in time, and AioRpcError when the coordinator refuses.
+        """
         check_admin_key(has_admin_key=self._has_admin_key)
         return await asked(getattr(self._stub, method), request, self._metadata, LOAD_DEADLINE_S + DEADLINE_S)
 

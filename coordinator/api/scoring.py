@@ -85,10 +85,11 @@ def question_of(request: ScoreRequest) -> GenerateRequest:
 async def tokenize_items(
     tokenizer: Tokenizer, request: ScoreRequest, limits: Limits, reasoning: str
 ) -> tuple[list[int], list[Item]]:
-    """Return the token ids of the input that all items share, and the items. Raises RequestError.
+    """Return the token ids of the input that all items share, and the items.
 
     Input and items are tokenized apart: a prompt does not depend on the other items. `reasoning` is the format of the
-    model's thoughts, with which a reply must not begin.
+    model's thoughts, with which a reply must not begin. Raises RequestError for too many tokens, and for a label that
+    cannot be a reply's beginning.
     """
     limit = prompt_limit(limits)
     if request.HasField("chat"):
@@ -108,7 +109,10 @@ async def tokenize_items(
 
 
 def check_reply_begins(tail: str, reasoning: str) -> None:
-    """Raise RequestError where a reply behind this end of a prompt begins with something else than a label."""
+    """Raise RequestError when a reply behind `tail`, the end of a prompt, begins with anything but a label.
+
+    That is so within the model's thoughts and for a model whose replies begin with markup; `reasoning` is its format.
+    """
     tags = TAGS[reasoning]
     if thoughts_behind(tail, reasoning) is Thoughts.BEGUN:
         problem = "ends in the model's thoughts: labels need a template that knows enable_thinking: false"
@@ -149,7 +153,11 @@ class _Labels:
 def plan_scores(
     request: ScoreRequest, prompt: list[int], items: Sequence[Item], limits: Limits, max_sequences: int
 ) -> RequestPlan:
-    """Return the plan of a tokenized request, with one sequence for each prompt that it takes. Raises RequestError."""
+    """Return the plan of a tokenized request, with one sequence for each prompt that it needs.
+
+    That is one for each item, and one for each beginning of a label of several tokens. Raises RequestError for more
+    than `max_sequences` prompts, too many tokens, or a token outside the vocabulary.
+    """
     prompts = [(item.ending + before, tokens) for item in items for before, tokens in next_tokens(item).items()]
     if len(prompts) > max_sequences:
         problem = f"take {len(prompts)} prompts with the beginnings of their labels, the limit is {max_sequences}"
@@ -179,7 +187,10 @@ def plan_scores(
 
 
 def next_tokens(item: Item) -> dict[Tokens, Tokens]:
-    """Return the tokens whose logprobs make those of the labels, by the beginning of a label that precedes them."""
+    """Return by each beginning of the item's labels the tokens that may follow there.
+
+    The sum of a label's logprobs is that of each of its tokens behind the beginning before it.
+    """
     found: dict[Tokens, dict[int, None]] = {}
     for label in item.labels:
         for index, token in enumerate(label):
@@ -190,7 +201,7 @@ def next_tokens(item: Item) -> dict[Tokens, Tokens]:
 def response_of(
     request_id: str, plan: RequestPlan, items: Sequence[Item], completes: Sequence[Complete]
 ) -> ScoreResponse:
-    """Return the response from the results of all prompts of a plan, in its order."""
+    """Return the response from the ends of all prompts of a plan, in its order: each label's logprob."""
     results = iter(completes)
     num_tokens = plan.num_prompt_tokens
     num_computed = sum(each.prompt_tokens - each.cached_tokens for each in completes)

@@ -27,7 +27,10 @@ MAX_CHANGES: Final = 1024  # names that were loaded or unloaded while nodes serv
 
 
 class FleetAdapters:
-    """Keep the nodes' adapters as the operator has ordered them."""
+    """Load and unload LoRA adapters on all nodes as the operator has ordered, and keep errors of failed loads.
+
+    Every method that returns commands returns those to send to nodes now.
+    """
 
     def __init__(self, registry: Registry, num_using: Callable[[str], int]) -> None:
         """Create the keeper. `num_using` returns the number of live sequences that run with an adapter."""
@@ -37,7 +40,10 @@ class FleetAdapters:
         self._errors: dict[str, RequestError] = {}  # of the last load of a name, if it failed
 
     def load(self, name: str, folder: str, now: float) -> list[Send]:
-        """Begin to load an adapter on every node; `outcome` returns the end. Raises RequestError."""
+        """Begin to load the adapter in `folder` on every node under `name`; `outcome` says how that ends.
+
+        Raises RequestError when the name is in use, too many adapters are loaded, or no node is attached.
+        """
         self._check_new(name, folder)
         self._errors.pop(name, None)
         self._deadlines_s[name] = now + LOAD_DEADLINE_S
@@ -47,22 +53,30 @@ class FleetAdapters:
         return self.tick(now)
 
     def outcome(self, name: str) -> RequestError | None:
-        """Return None when an adapter that was being loaded may be requested, or the error with which loading it
-        failed. Call it when `is_loading` is False."""
+        """Return the error of the last load of this name; None when it succeeded, so that requests may name it.
+
+        Call it when `is_loading` is False.
+        """
         return self._errors.get(name)
 
     def is_loading(self, name: str) -> bool:
         return name in self._deadlines_s
 
     def unload(self, name: str, now: float) -> list[Send]:
-        """Keep requests from naming an adapter, and unload it when none runs with it. Raises RequestError."""
+        """Refuse requests for the adapter from now on, and unload it on each node when no request runs with it.
+
+        Raises RequestError when no adapter of this name is loaded.
+        """
         if name not in (self._registry.adapters or ()):
             raise RequestError(MODEL_NOT_FOUND, f"no adapter {name[:80]!r} is loaded", field="name")
         self._change(name, AdapterChange(""))
         return self.tick(now)
 
     def changed(self, node: Node, event: fleet_pb2.AdapterChanged, now: float) -> list[Send]:
-        """Record what a node has done."""
+        """Record that a node has loaded or unloaded an adapter, or could not.
+
+        A load ends with an error when one node cannot load it, or nodes have different files of it.
+        """
         name, change = event.name, self._registry.adapter_changes.get(event.name)
         folder = node.adapter_orders.pop(name, None)
         if event.error:
@@ -76,7 +90,7 @@ class FleetAdapters:
         return self.tick(now)
 
     def tick(self, now: float) -> list[Send]:
-        """Return the orders that nodes lack, after loads that have ended or expired."""
+        """End loads that have succeeded or taken too long, and return the commands that nodes lack."""
         for name, deadline_s in list(self._deadlines_s.items()):
             if now > deadline_s:
                 problem = f"adapter {name} was not loaded on every node within {LOAD_DEADLINE_S:g} s"
