@@ -65,7 +65,7 @@ from splitserve_bench.simulate.profile import read_profile
 ARGUMENTS: Final = "arguments.json"
 OUTCOME_FIELDS: Final = frozenset(field.name for field in fields(Outcome))
 MAX_TRACED: Final = 100_000  # requests that are read of a trace
-SAMPLE: Final = 200  # drawn requests from which a share is told
+SAMPLE: Final = 200  # drawn requests from which a share is estimated
 WARM_UP_REQUESTS: Final = 8
 MOST_REQUESTS: Final = 5000  # of one probe
 WARM_UP, UNLOADED = 0.0, -1.0  # rates that no probe has, for the seeds of loads that are none
@@ -76,7 +76,7 @@ class CompareBench:
     """How much is measured, and what counts: limits, or multiples (scales) of a request's time on an idle reference."""
 
     criteria: tuple[Limits | Scales, ...]  # each judged for itself
-    send_limits: bool  # whether clusters of ours are told what each request is judged by
+    send_limits: bool  # whether requests to clusters of ours have the limits that they are judged by
     own_unloaded: bool  # whether scales also count from what each contender itself takes; for at_rates
     attainment: float
     tolerance: float
@@ -423,8 +423,8 @@ class Compare:
                 f"{entry.contender.name}, {plain(probe.rate)} req/s: {who} has {len(planned)} requests, not the "
                 f"{wanted} of {bench.seconds:g} s; a short run may not show a queue that grows slowly"
             )
-        is_told = bench.send_limits and isinstance(entry.contender, ClusterContender)
-        return with_limits(planned, entry.slo.limits_of) if is_told else planned
+        has_limits = bench.send_limits and isinstance(entry.contender, ClusterContender)
+        return with_limits(planned, entry.slo.limits_of) if has_limits else planned
 
     async def _measured(self, cell: Cell, what: str, *, is_alone: bool = False) -> Measured:
         """Return a load's outcomes as saved, or measure and save them.

@@ -375,10 +375,10 @@ def causes_between(loser: str, keeper: str, probes: Mapping[str, Probes]) -> Ite
 
 
 def _refused(outcome: Outcome, limits: Limits) -> Loss:
-    if _told(outcome, "prefill_queue_s"):
+    if _reported(outcome, "prefill_queue_s"):
         return _first_token(EXPECTED_LATE if _is_expected_late(outcome, limits) else QUEUE, outcome, limits)
-    decision = DEFERRED if _told(outcome, "deferred_s") else REFUSED
-    first_s, margin_s = _told(outcome, "expected_ttft_s"), _margin_s(outcome) or 0.0
+    decision = DEFERRED if _reported(outcome, "deferred_s") else REFUSED
+    first_s, margin_s = _reported(outcome, "expected_ttft_s"), _margin_s(outcome) or 0.0
     is_early = first_s is not None and (limits.ttft_s is None or first_s + margin_s <= limits.ttft_s)
     is_by_tokens = limits.tpot_s is not None and (is_early or limits.ttft_s is None)
     figures = _tokens if is_by_tokens else _first_token
@@ -387,44 +387,44 @@ def _refused(outcome: Outcome, limits: Limits) -> Loss:
 
 def _late_by(outcome: Outcome, limits: Limits) -> str:
     assert limits.ttft_s is not None, "it missed the limit"
-    if _told(outcome, "is_late"):
+    if _reported(outcome, "is_late"):
         return LATE
-    first_s, deferred_s = ttft_s(outcome), _told(outcome, "deferred_s") or 0.0
+    first_s, deferred_s = ttft_s(outcome), _reported(outcome, "deferred_s") or 0.0
     margin_s = _margin_s(outcome) or 0.0
     if first_s is not None and deferred_s > margin_s and first_s - deferred_s <= limits.ttft_s:
         return DEFERRED
     if _is_expected_late(outcome, limits):
         return EXPECTED_LATE
-    queue_s, prefill_s = (_told(outcome, name) or 0.0 for name in ("prefill_queue_s", "prefill_s"))
-    expected_s = _told(outcome, "expected_prefill_s") or 0.0
-    expected_queue_s = max(0.0, (_told(outcome, "expected_ttft_s") or 0.0) - expected_s)
+    queue_s, prefill_s = (_reported(outcome, name) or 0.0 for name in ("prefill_queue_s", "prefill_s"))
+    expected_s = _reported(outcome, "expected_prefill_s") or 0.0
+    expected_queue_s = max(0.0, (_reported(outcome, "expected_ttft_s") or 0.0) - expected_s)
     beyond_s = {QUEUE: queue_s - expected_queue_s, PREFILL: prefill_s - expected_s}
     beyond_s[ON_ITS_WAY] = 0.0 if first_s is None else first_s - queue_s - prefill_s
     return max(beyond_s, key=lambda decision: beyond_s[decision])
 
 
 def _is_expected_late(outcome: Outcome, limits: Limits) -> bool:
-    first_s = _told(outcome, "expected_ttft_s")
+    first_s = _reported(outcome, "expected_ttft_s")
     return first_s is not None and limits.ttft_s is not None and first_s > limits.ttft_s
 
 
 def _first_token(decision: str, outcome: Outcome, limits: Limits) -> Loss:
-    predicted_s = _told(outcome, "expected_ttft_s")
+    predicted_s = _reported(outcome, "expected_ttft_s")
     return Loss(decision, TTFT, predicted_s, ttft_s(outcome), _margin_s(outcome), limits.ttft_s)
 
 
 def _tokens(decision: str, outcome: Outcome, limits: Limits) -> Loss:
-    return Loss(decision, TPOT, _told(outcome, "expected_tpot_s"), tpot_s(outcome), None, limits.tpot_s)
+    return Loss(decision, TPOT, _reported(outcome, "expected_tpot_s"), tpot_s(outcome), None, limits.tpot_s)
 
 
-def _told(outcome: Outcome, name: str) -> float | None:
+def _reported(outcome: Outcome, name: str) -> float | None:
     """Return a figure of the server's timeline; None when it has none, or 0, which stands for not known."""
     return (outcome.timeline or {}).get(name) or None
 
 
 def _margin_s(outcome: Outcome) -> float | None:
     """Return the margin of the limit on TTFT that the coordinator planned with; None where it planned nothing."""
-    return (outcome.timeline or {}).get("ttft_margin_s") if _told(outcome, "expected_ttft_s") else None
+    return (outcome.timeline or {}).get("ttft_margin_s") if _reported(outcome, "expected_ttft_s") else None
 
 
 def _median_ms(values_s: Iterable[float | None]) -> float | None:

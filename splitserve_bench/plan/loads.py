@@ -19,7 +19,7 @@ from splitserve_bench.serve.records import PlannedRequest
 
 MOST_COUNTED: Final = 10_000  # requests of a probe
 MOST_TRACED: Final = 100_000  # requests that are read of a trace
-SAMPLE: Final = 500  # requests from which mean lengths are told
+SAMPLE: Final = 500  # requests from which mean lengths are estimated
 OTHER_PROMPT: Final = 2**40  # added to a trace's hash ids each time that it begins again
 
 

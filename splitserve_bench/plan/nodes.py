@@ -171,8 +171,8 @@ def _machines_of_profiles(options: NodeOptions) -> Machines:
     if unknown := [name for name in _names(options) if name not in names]:
         raise SettingsError(f"--hardware: the profiles are of {', '.join(names)}, not of {unknown[0]}")
     if len(blocks := {(each.node.block_size, each.node.block_bytes) for each in profiles}) > 1:
-        told = ", ".join(f"{size} tokens in {num_bytes} bytes" for size, num_bytes in sorted(blocks))
-        raise SettingsError(f"--profile: nodes of a plan have KV blocks of one size, and the profiles have {told}")
+        sizes = ", ".join(f"{size} tokens in {num_bytes} bytes" for size, num_bytes in sorted(blocks))
+        raise SettingsError(f"--profile: nodes of a plan have KV blocks of one size, and the profiles have {sizes}")
     _check_figures(options, names)
     kinds = tuple(_kind_of_profile(profile, options) for profile in profiles)
     if (widest := max(kind.num_devices for kind in kinds)) > options.gpus_per_host:
@@ -326,8 +326,8 @@ def _elsewhere_bytes(memory_bytes: int, model: ModelSizes, tp: int, pp: int) -> 
 
 def _sizes(options: NodeOptions, model: ModelSizes, hardware: str, memory_bytes: int, tp: int, pp: int) -> NodeSizes:
     """Return what such a node holds and takes. Raises _Unfit when the weights leave no room for KV."""
-    told = NodeSettings(max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs)
-    node = told.resolved(MIXED, CPU if hardware == CPU else "cuda")
+    given = NodeSettings(max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs)
+    node = given.resolved(MIXED, CPU if hardware == CPU else "cuda")
     block_size = EngineSettings().block_size
     weight_bytes = model.rank_weight_bytes(tp, pp)
     if options.weights_memory_bytes:

@@ -367,7 +367,7 @@ class Turns:
 
 
 NAMED: Final = 2  # plans of a line
-RACE: Final = 16  # probes of a race, about, as long as the survey has not told who is in it
+RACE: Final = 16  # probes of a race, about, as long as the survey has not decided which plans are in it
 LONGER: Final = 2.0  # a probe of the race than one of the survey, about
 
 
@@ -404,7 +404,7 @@ class Progress:
         """
         done, total = self.counts
         stage = "surveyed" if self.race.is_survey else "in the race decided"
-        leading = [f"{self.plans[index]} {self._told(runner)}" for index, runner in self._leading()]
+        leading = [f"{self.plans[index]} {self._rates_of(runner)}" for index, runner in self._leading()]
         best = f"best so far {', then '.join(leading)}" if leading else "none reaches the goal yet"
         return f"{done} of {total} plans {stage}; {best}; {self._left(now)}"
 
@@ -416,7 +416,7 @@ class Progress:
         known = [(index, runner) for index, runner in enumerate(entered) if runner is not None and runner.reached]
         return sorted(known, key=lambda each: -each[1].reached)[:NAMED]
 
-    def _told(self, runner: Runner) -> str:
+    def _rates_of(self, runner: Runner) -> str:
         """Return in words at which rate, of all cells, a plan passed, and at which it failed."""
         low, high = runner.result.best_rate, runner.result.failing_rate
         about = "" if runner.survey is not None else "about "  # quick probes find rather too much

@@ -101,7 +101,7 @@ def words_of(found: list[Finding], objective: str) -> list[str]:
     second = next((each for each in others if each.value), None)
     if second is not None:
         lines.append(
-            f"Second: {second.plan}, {plain(second.value)}, {_share(second, best)} of it: {_told(best, second)}"
+            f"Second: {second.plan}, {plain(second.value)}, {_share(second, best)} of it: {_closeness(best, second)}"
         )
     colocated = next((each for each in found if len(each.plan.pools) == 1 and each.value), None)
     if colocated not in (None, best, second):
@@ -161,7 +161,7 @@ def _share(one: Finding, best: Finding) -> str:
     return f"{one.value / best.value:.0%}"
 
 
-def _told(best: Finding, second: Finding) -> str:
+def _closeness(best: Finding, second: Finding) -> str:
     """Return in words between what shares of the best plan the second one lies, and whether they are surely apart."""
     (low, high), (low_2, high_2) = best.knee, second.knee
     if low is None or high is None or low_2 is None or high_2 is None:
@@ -208,8 +208,10 @@ def commands_of(study: Study, plan: Plan) -> list[str]:
 def _limits(limits: Limits) -> list[str]:
     """Return the flags that set limits for every request without its own."""
     named = {"ttft": limits.ttft_s, "tpot": limits.tpot_s}
-    told = [f"{name}:{_plain(limit_s * MS)}" for name, limit_s in named.items() if limit_s and limit_s * MS <= MAX_MS]
-    return [f"--slo-class {DEFAULT}={','.join(told)}"] if told else []
+    limits_ms = [
+        f"{name}:{_plain(limit_s * MS)}" for name, limit_s in named.items() if limit_s and limit_s * MS <= MAX_MS
+    ]
+    return [f"--slo-class {DEFAULT}={','.join(limits_ms)}"] if limits_ms else []
 
 
 def _plain(number: float) -> str:
@@ -223,7 +225,7 @@ def _pool_sizes(plan: Plan, options: NodeOptions) -> list[str]:
     Empty when no flags that all nodes share do.
     """
     kinds = [pool.kind for pool in plan.pools]
-    if not _are_told_alike(kinds):
+    if not _have_equal_flags(kinds):
         return []
     if len(sizes := {kind.kv_cache_memory_bytes for kind in kinds}) == 1:
         return [f"--kv-cache-memory-bytes {sizes.pop()}"]
@@ -251,9 +253,9 @@ def _profile_flags(kinds: Sequence[NodeKind]) -> list[str]:
     return [flag if value is True else f"{flag} {shlex.quote(str(value))}" for flag, value in words.items()]
 
 
-def _are_told_alike(kinds: Sequence[NodeKind]) -> bool:
-    told = [{name: value for name, value in kind.profile.flags.items() if name != WEIGHTS} for kind in kinds]
-    return all(each == told[0] for each in told)
+def _have_equal_flags(kinds: Sequence[NodeKind]) -> bool:
+    flags = [{name: value for name, value in kind.profile.flags.items() if name != WEIGHTS} for kind in kinds]
+    return all(each == flags[0] for each in flags)
 
 
 def _in_flight(plan: Plan) -> list[str]:

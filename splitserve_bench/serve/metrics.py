@@ -30,7 +30,7 @@ GOODPUT_NAMES: Final = ("ttft", "tpot", "e2el")
 FIRST_TOKEN_PHASES: Final = ("prefill_queue_s", "prefill_s")
 LATER_PHASES: Final = ("kv_alloc_s", "kv_transfer_s", "decode_queue_s", "decode_s")
 PHASE_FIELDS: Final = FIRST_TOKEN_PHASES + LATER_PHASES
-MAX_ERRORS: Final = 5  # that are told
+MAX_ERRORS: Final = 5  # that are listed
 CONFIDENCE: Final = 0.95
 Z: Final = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 

@@ -167,7 +167,7 @@ class Reply:
     def __init__(self, request: PlannedRequest, now_s: Callable[[], float]) -> None:
         self.num_prompt_tokens = len(request.prompt)
         self.num_arrived_tokens = 0
-        self.num_output_tokens: int | None = None  # the server's own count, when it has told it
+        self.num_output_tokens: int | None = None  # the server's own count, once it has sent it
         self.is_ended = False  # whether the server said that the output ends here
         self.silent_end_s: float | None = None  # when that came, if with no token that could be counted
         self.is_stopped = False  # whether it said that it ends for another reason than its length
@@ -241,10 +241,10 @@ def last_sendings(outcomes: Iterable[Outcome]) -> list[Outcome]:
     return list({outcome.index: outcome for outcome in outcomes}.values())
 
 
-def times_of(told: Mapping[str, Any]) -> dict[str, float]:
+def times_of(fields: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds that a timeline or a refusal has, by the names of KEPT; is_late is 1 or 0."""
-    told = rename_keys(told)
-    return {name: float(told[name]) for name in KEPT if name in told}
+    current = rename_keys(fields)
+    return {name: float(current[name]) for name in KEPT if name in current}
 
 
 def bounded(text: str) -> str:

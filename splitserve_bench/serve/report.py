@@ -295,8 +295,8 @@ def _attainment_line(summary: Summary) -> str:
 def _misses_lines(summary: Summary) -> list[str]:
     """Return which limits the requests missed, and by which phases; an empty list when all were good."""
     causes = summary.misses.causes
-    told = ", ".join(f"{name} {count}" for name, count, _ in causes)
-    lines = [f"missed, a request perhaps by several: {told}"] if told else []
+    counts = ", ".join(f"{name} {count}" for name, count, _ in causes)
+    lines = [f"missed, a request perhaps by several: {counts}"] if counts else []
     for name, _, phases in causes:
         if phases:
             each = ", ".join(f"{PHASE_NAMES[field]} {count}" for field, count in phases.items())

@@ -35,8 +35,8 @@ class Window:
     end_s: float
     num_good: int
     num_late: int
-    num_refused_until: int  # told when to come back
-    num_refused: int  # not told
+    num_refused_until: int  # with a time to come back
+    num_refused: int  # without one
     num_failed: int
 
     @property

@@ -333,8 +333,8 @@ def _lines(path: Path, output_tokens: int | None) -> Iterator[_Text]:
     with path.open(encoding="utf-8-sig") as file:
         for where, row in json_rows(file, path):
             prompt, own = parsed(_prompt, row.get("prompt"), "prompt", where), row.get("output_tokens")
-            told = CUSTOM_OUTPUT_TOKENS if own is None else parsed(_positive, own, "output_tokens", where)
-            yield _Text(prompt, None, output_tokens or told)
+            usual = CUSTOM_OUTPUT_TOKENS if own is None else parsed(_positive, own, "output_tokens", where)
+            yield _Text(prompt, None, output_tokens or usual)
 
 
 def _turns(entry: Any) -> list[Any]:

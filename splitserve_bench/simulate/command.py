@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from splitserve_bench.simulate.fleet import FleetSize
     from splitserve_bench.simulate.profile import Profile
 
-CLOCK_START: Final = datetime(1970, 1, 1, tzinfo=UTC)  # of every simulation, so that equal ones are told alike
+CLOCK_START: Final = datetime(1970, 1, 1, tzinfo=UTC)  # of every simulation, so that equal ones have equal results
 MOST_OF_A_ROLE: Final = 1024
 # Of a load that goes to no server, and of which nothing is written.
 NO_SERVER: Final[dict[str, Any]] = {

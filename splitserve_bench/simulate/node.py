@@ -168,7 +168,7 @@ class SimulatedNode:
         if pace is self._pace:
             return
         self._pace = pace
-        assert self._progress is not None, "who rests is told nothing"
+        assert self._progress is not None, "an idle node is not notified"
         planned_s = self._progress.ends_s
         self._progress.go_on(self._agenda.now, self._step_s())
         if self._progress.ends_s != planned_s:
