@@ -57,7 +57,7 @@ class EngineSettings:
     )
     lora_root: str = flag(
         "",
-        "Folder of LoRA adapters that may be loaded while the node serves (POST /v1/load_lora_adapter); empty: none.",
+        "Let operators load LoRA adapters of this folder while the node serves (/v1/load_lora_adapter); empty: none.",
     )
     weights_memory_bytes: int = flag(
         0,
