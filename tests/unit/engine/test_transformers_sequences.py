@@ -3,6 +3,7 @@
 import pytest
 
 from engine.build import build_engine
+from engine.transformers_backend import loading
 from engine.transformers_backend.sequences import SequenceDecoder
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
@@ -59,3 +60,12 @@ def test_the_sequences_of_a_step_are_computed_together(folder):
     run_all(engine, [*prompts, list(range(1, 150))], greedy(5, ignore_eos=True))
     of_steps = calls[4:]  # behind the prompts
     assert of_steps == ([3, 1] * 4 if family in JOINED else [1] * 16)
+
+
+def test_keys_and_values_may_be_in_8_bits(folder, monkeypatch, caplog):
+    """The check at the start, which models that tests have tried are spared, finds no more than rounding."""
+    monkeypatch.setattr(loading, "TRIED", frozenset())
+    with caplog.at_level("INFO"):
+        engine = load(folder, kv_cache_dtype="int8")
+    assert engine.layout.is_quantized
+    assert any("agrees here" in record.message for record in caplog.records)
