@@ -8,7 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from serving_core.requests import FinishReason, Request, SampledToken
 from serving_core.shapes import Shape, check_shape, preset, role_of
 from serving_core.tasks import first_to_end
 from serving_node.ranks.leading import Followers
+from splitserve_vllm.prefixes import CachedPrefixes
 from splitserve_vllm.sampling import finish_of, sampling_fields, token_of
 from splitserve_vllm.scheduling import RECEIVE, SEND
 from splitserve_vllm.seam import Stats, Token, VllmFacts
@@ -108,8 +109,9 @@ class VllmNode:
         descriptor_timeout_s: float,
         credit_timeout_s: float,
         step_timeout_s: float,
+        kv_events: Callable[[], Awaitable[bytes]],
     ) -> None:
-        """Create the node of a started vLLM, whose worker has joined `workers`."""
+        """Create the node of a started vLLM, whose worker has joined `workers`. `kv_events` waits for events."""
         self._name, self._role, self._engine, self._workers, self._link = name, role, engine, workers, link
         self._rates = rates
         self._fingerprint, self._numerics = dict(fingerprint), dict(numerics)
@@ -117,6 +119,8 @@ class VllmNode:
         self._max_num_queued = max_num_queued
         self._descriptor_timeout_s, self._credit_timeout_s = descriptor_timeout_s, credit_timeout_s
         self._step_timeout_s = step_timeout_s
+        self._kv_events = kv_events
+        self._prefixes = CachedPrefixes(fingerprint, numerics, engine.facts.block_size)
         self._incarnation = secrets.token_hex(16)
         facts = engine.facts
         self._limits = {"max_num_batched_tokens": facts.max_num_batched_tokens, "max_num_seqs": facts.max_num_seqs}
@@ -136,6 +140,7 @@ class VllmNode:
 
     def hello(self) -> fleet_pb2.Hello:
         """Return the node's identity and sizes."""
+        self._prefixes.forget()
         facts = self._engine.facts
         return fleet_pb2.Hello(
             node=inference_pb2.NodeInfo(
@@ -166,6 +171,8 @@ class VllmNode:
         return max(0, num_blocks - round(self._stats.kv_usage * num_blocks))
 
     def heartbeat(self) -> fleet_pb2.Heartbeat:
+        """Return the node's load, and report the changes of vLLM's prefix cache."""
+        self._report_prefixes()
         return fleet_pb2.Heartbeat(load=self._load(), step_age_s=self._silent_s)
 
     def handle(self, command: fleet_pb2.NodeCommand) -> None:
@@ -187,6 +194,10 @@ class VllmNode:
                 self._link.send(cancelled=fleet_pb2.Cancelled(attempt=command.attempt))
             case "reshape":
                 self._reshape(command)
+            case "load_adapter" | "unload_adapter" as change:
+                name = getattr(command, change).name
+                changed = fleet_pb2.AdapterChanged(name=name, error="a node with vLLM serves no LoRA adapters")
+                self._link.send(adapter_changed=changed)
             case "deliver" | "keep" | "begun":
                 return  # the attempt has ended; vLLM knows no deadlines
             case other:
@@ -217,7 +228,11 @@ class VllmNode:
 
     async def run(self) -> None:
         """Hear vLLM's worker until cancelled. Raises RankLost when vLLM has died or gives no results."""
-        await first_to_end(self._watch(), self._workers.hear())
+        await first_to_end(self._watch(), self._workers.hear(), self._follow_prefixes())
+
+    async def _follow_prefixes(self) -> None:
+        while True:
+            self._prefixes.take(await self._kv_events())
 
     async def _watch(self) -> None:
         while True:
@@ -271,6 +286,7 @@ class VllmNode:
             num_waiting_tokens=sum(each.num_prefilled for each in self._attempts.values() if not each.is_running),
             num_blocks=facts.num_blocks,
             num_blocks_free=self.num_blocks_free,
+            num_blocks_cached=min(len(self._prefixes), self.num_blocks_free),
             num_steps=self._num_steps,
             step_s=self._rates.decode_step_s,
             lone_step_s=self._rates.lone_step_s,
@@ -497,7 +513,13 @@ class VllmNode:
 
     # ---- reports ----
 
+    def _report_prefixes(self) -> None:
+        """Report the changes of vLLM's prefix cache, before the client can send its next request."""
+        if (changed := self._prefixes.changes()) is not None:
+            self._link.send(cache_changed=changed)
+
     def _tell_first(self, attempt: _Attempt, output: _Output) -> None:
+        self._report_prefixes()
         num_cached = output.num_cached_tokens
         self._num_cached_tokens += num_cached
         first = fleet_pb2.FirstToken(attempt=attempt.wire, prefill_s=output.prefill_s, num_cached_tokens=num_cached)

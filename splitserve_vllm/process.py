@@ -5,11 +5,14 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import click
 import psutil
+import zmq
+import zmq.asyncio
 
 from kv_transfer.descriptor import endpoint_of, host_of
 from serving_core.errors import RankLost, SettingsError
@@ -17,7 +20,7 @@ from serving_core.flags import settings_command
 from serving_core.model_files.config import read_model_config
 from serving_core.model_files.fingerprint import model_facts
 from serving_core.net.descriptors import kept_spares
-from serving_core.net.ports import Port, check_exposure, check_ports, is_loopback
+from serving_core.net.ports import Port, SocketFolder, check_exposure, check_ports, is_loopback
 from serving_core.net.tls import CLIENT, check_purpose
 from serving_core.node.costs import StepRates
 from serving_core.process.extras import require
@@ -89,10 +92,16 @@ async def serve_node(settings: VllmSettings, vllm_flags: Sequence[str], role: st
             if reports:
                 reports[0].take_stats(stats)
 
-        started.append(Vllm(str(folder), vllm_flags, _for_connector(settings, meeting), take))
+        started.append(Vllm(str(folder), vllm_flags, _for_connector(settings, meeting), take, endpoint))
         return []
 
+    sockets, context = SocketFolder(), zmq.asyncio.Context()
+    endpoint = f"ipc://{sockets.path}/kv-events"
+    sockets.make()
+    kv_events = context.socket(zmq.SUB)
     try:
+        kv_events.connect(endpoint)
+        kv_events.subscribe(b"")
         await workers.gather(start, LOOPBACK)
         engine = started[0]
         if engine.facts.num_ranks > 1:
@@ -114,6 +123,7 @@ async def serve_node(settings: VllmSettings, vllm_flags: Sequence[str], role: st
                 descriptor_timeout_s=settings.descriptor_timeout_s,
                 credit_timeout_s=settings.credit_timeout_s,
                 step_timeout_s=settings.step_timeout_s,
+                kv_events=partial(_payload, kv_events),
             )
             reports.append(node)
             async with health_port(settings, node_states(node, link)):
@@ -122,6 +132,14 @@ async def serve_node(settings: VllmSettings, vllm_flags: Sequence[str], role: st
         for engine in started:
             engine.close()
         _kill_children()
+        context.destroy(linger=0)
+        sockets.remove()
+
+
+async def _payload(socket: "zmq.asyncio.Socket") -> bytes:
+    """Return the next batch of KV events: a message of topic, number and payload."""
+    *_, payload = await socket.recv_multipart()
+    return payload
 
 
 def _for_connector(settings: VllmSettings, meeting: bytes) -> dict[str, Any]:

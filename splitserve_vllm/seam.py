@@ -111,15 +111,21 @@ class Vllm:
     """One running vLLM: its front end here, its scheduler and its workers in processes of their own."""
 
     def __init__(
-        self, model: str, flags: Sequence[str], connector: Mapping[str, Any], on_stats: Callable[[Stats], None]
+        self,
+        model: str,
+        flags: Sequence[str],
+        connector: Mapping[str, Any],
+        on_stats: Callable[[Stats], None],
+        kv_events: str,
     ) -> None:
-        """Start vLLM, which takes minutes. `connector` goes to the KV connector of each of its processes.
+        """Start vLLM, which takes minutes. `connector` goes to the KV connector of each of its processes; at the ZeroMQ
+        endpoint `kv_events` vLLM publishes changes of its prefix cache.
 
         Raises SettingsError for flags that vLLM refuses.
         """
         for name in ("VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"):
             os.environ.setdefault(name, "1")
-        from vllm.config import KVTransferConfig
+        from vllm.config import KVEventsConfig, KVTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = _arguments(model, flags)
@@ -131,6 +137,7 @@ class Vllm:
             kv_connector_extra_config=dict(connector),
             kv_load_failure_policy="fail",
         )
+        arguments.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=kv_events)
         try:
             self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[_logger_of(on_stats)])
         except (ValueError, RuntimeError) as error:  # of a check of its flags; of a process that it starts

@@ -7,7 +7,7 @@ from serving_core.errors import SettingsError
 from serving_core.flags import flag
 from serving_node.link import LinkSettings
 
-OWN_FLAGS: Final = ("--model", "--kv-transfer-config", "--skip-tokenizer-init", "--tokenizer")
+OWN_FLAGS: Final = ("--model", "--kv-transfer-config", "--kv-events-config", "--skip-tokenizer-init", "--tokenizer")
 """Flags of vLLM that the node sets itself."""
 
 

@@ -326,7 +326,7 @@ class Costs:
         """Return the node that has most of the prompt cached; None where remote prefix fetches are off."""
         if self.transfers.prefix_fetches.fetches == FETCH_NEVER or not self.are_known:
             return None
-        ready = [node for node in nodes if node.is_ready]
+        ready = [node for node in nodes if node.is_ready and not node.hello.keeps_sequences]
         return min(ready, key=lambda node: (self._tokens_not_held(node), node.name), default=None)
 
     def _prefix_fetch(self, source: Node, node: Node) -> PrefixFetch | None:

@@ -37,7 +37,7 @@ def test_everything_else_is_our_own(name, arguments):
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
 def test_help_has_both(role):
-    assert "--engine [splitserve|vllm]" in run(role, "--help").output
+    assert "--engine [splitserve|vllm]" in run(role, "--help-all").output
     helped = run(role, "--engine", "vllm", "--help-all").output
     assert "VLLM_FLAGS" in helped
     assert "--step-timeout-s" in helped

@@ -80,6 +80,7 @@ class World:
             fingerprint={"a": "b"},
             numerics={},
             eos_token_ids=(EOS,),
+            kv_events=asyncio.Event().wait,
             **{**limits, **timeouts},
         )
         self.workers = workers
@@ -317,6 +318,13 @@ async def test_what_vllm_cannot_do_is_refused():
     failed = await world.until("failed", 3)
     assert {each.reason for each in failed} == {reasons.PAIRING_MISMATCH}
     assert world.node.hello().keeps_sequences
+
+
+async def test_an_adapter_is_refused():
+    world = World()
+    world.command("load_adapter", fleet_pb2.LoadAdapter(name="a", folder="/a"))
+    (changed,) = await world.until("adapter_changed")
+    assert (changed.name, changed.error) == ("a", "a node with vLLM serves no LoRA adapters")
 
 
 async def test_a_request_that_vllm_fails_is_reported():
