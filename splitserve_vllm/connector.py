@@ -39,6 +39,11 @@ class SplitServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker: Worker | None = None
         self._block_size = block_size
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Return True: in a CUDA graph over attention, no layer would be reported when it is computed."""
+        return True
+
     # ---- in a worker ----
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

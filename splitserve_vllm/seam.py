@@ -30,6 +30,7 @@ ASSUMED: Final[Mapping[tuple[str, str], Sequence[str]]] = {
     (BASE, "KVConnectorBase_V1.register_kv_caches"): ("kv_caches",),
     (BASE, "KVConnectorBase_V1.bind_connector_metadata"): ("connector_metadata",),
     (BASE, "KVConnectorBase_V1.save_kv_layer"): ("layer_name", "kv_layer", "attn_metadata"),
+    (BASE, "KVConnectorBase_V1.requires_piecewise_for_cudagraph"): ("extra_config",),
     (BASE, "KVConnectorBase_V1.get_finished"): ("finished_req_ids",),
     (BASE, "KVConnectorBase_V1.get_block_ids_with_load_errors"): (),
     (BASE, "KVConnectorBase_V1.get_num_new_matched_tokens"): ("request", "num_computed_tokens"),

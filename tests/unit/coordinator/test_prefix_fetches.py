@@ -82,16 +82,23 @@ def test_patience_is_what_computing_takes():
 # ---- placement ----
 
 
-def admit(registry, name, hints=()):
-    node = registry.admit(events.hello(name, tp_size=2).hello, 0.0)
+def admit(registry, name, hints=(), *, keeps=False):
+    node = registry.admit(events.hello(name, tp_size=2, keeps_sequences=keeps).hello, 0.0)
     registry.heartbeat(node, events.heartbeat("ready", prefill_tokens_per_s=RATE).heartbeat, 0.0)
     registry.cache_changed(node, events.cache_changed(hints).cache_changed)
     return node
 
 
-def placed(fetches=FETCH_AUTO, held={"d0": HINTS}, prefix_fetches=(), names=("p0", "d0"), queued=None):  # noqa: B006
+def placed(
+    fetches=FETCH_AUTO,
+    held={"d0": HINTS},  # noqa: B006
+    prefix_fetches=(),
+    names=("p0", "d0"),
+    queued=None,
+    keeping=(),
+):
     registry, ledger = Registry({}, node_timeout_s=1e9, step_timeout_s=1e9), Ledger()
-    nodes = {name: admit(registry, name, held.get(name, ())) for name in names}
+    nodes = {name: admit(registry, name, held.get(name, ()), keeps=name in keeping) for name in names}
     for name, num_tokens in (queued or {}).items():
         ledger.prefill(f"of {name}", nodes[name], num_tokens, Prompt(TOKENS).block_hashes(BLOCK_SIZE))
     costs = TransferEstimates(prefix_fetches=measured(*prefix_fetches, fetches=fetches))
@@ -102,6 +109,10 @@ def test_the_prefill_node_is_lent_what_the_decode_node_holds():
     prefix_fetch = placed().prefix_fetch
     assert (prefix_fetch.source.name, prefix_fetch.num_tokens, prefix_fetch.num_fetched) == ("d0", 96, 96)
     assert prefix_fetch.to_wire().tp_size == 2
+
+
+def test_nothing_is_fetched_from_a_node_whose_engine_hands_nothing_over():
+    assert placed(keeping=("d0",)).prefix_fetch is None
 
 
 def test_what_the_prefill_node_holds_is_not_lent():
