@@ -16,7 +16,8 @@ from serving_core.process.memory import available_bytes
 def load_adapter(engine: Engine, adapter: StoredAdapter) -> Iterator[None]:
     """Load an adapter on this rank, one projection at each step of the iterator, between which the engine may compute.
 
-    Requests may name the adapter when the iterator has ended. Raises ModelError, and then nothing is loaded.
+    Requests may name the adapter when the iterator has ended. Raises ModelError, with nothing loaded, if the model or
+    --batch-invariant takes no such adapter, if memory is lacking, or if the adapter is damaged.
     """
     decoder, pool = engine.model, engine.pool
     if not isinstance(decoder, LlamaDecoder):
@@ -33,13 +34,13 @@ def load_adapter(engine: Engine, adapter: StoredAdapter) -> Iterator[None]:
             raise ModelError("the node's kernels cannot compute this adapter's projections batch-invariantly")
         deltas[projection] = delta
         yield
-    engine.weight_bytes += decoder.adapters.take(adapter.name, deltas)
+    engine.weight_bytes += decoder.adapters.add(adapter.name, deltas)
 
 
 def unload_adapter(engine: Engine, name: str) -> None:
     """Unload an adapter that no request uses any more, if it is loaded. Call between steps."""
     if isinstance(engine.model, LlamaDecoder):
-        engine.weight_bytes -= engine.model.adapters.drop(name)
+        engine.weight_bytes -= engine.model.adapters.remove(name)
 
 
 def _check_memory(adapter: StoredAdapter, dtype: torch.dtype, device: torch.device) -> None:

@@ -305,8 +305,11 @@ class Stepper(Generic[P, R]):
         finally:
             self._started_at = None
 
-    async def aside(self, compute: Callable[[], T]) -> T:
-        """Run `compute`, which has to be short, in the engine's thread, behind the steps that it runs already."""
+    async def run_between_steps(self, compute: Callable[[], T]) -> T:
+        """Run `compute` in the engine's thread after the steps that it runs already, and return its result.
+
+        It has to be short: the next step waits for it.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._thread, compute)
 
     @property

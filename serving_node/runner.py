@@ -119,7 +119,7 @@ class NodeRunner:
         )
         worker.adapters = self._adapters = NodeAdapters(
             engine,
-            self._stepping.aside,
+            self._stepping.run_between_steps,
             followers,
             self._fingerprint,
             settings.engine.lora_root,

@@ -147,7 +147,7 @@ async def _follow(
         settings.overlap_min_tokens,
         may_lag=settings.engine.pipeline_parallel_size > 1,
     )
-    adapters = FollowerAdapters(engine, stepper.aside, leader, settings.engine.lora_root)
+    adapters = FollowerAdapters(engine, stepper.run_between_steps, leader, settings.engine.lora_root)
     await Follower(leader, stepper, transfers, store, adapters).run()
 
 

@@ -66,10 +66,13 @@ class Stepping:
         """Signal that there may be more to compute than was planned; a step is planned if none runs."""
         self._work.set()
 
-    async def aside(self, compute: Callable[[], T]) -> T:
-        """Run `compute`, which has to be short, in the engine's thread between two steps."""
+    async def run_between_steps(self, compute: Callable[[], T]) -> T:
+        """Run `compute` in the engine's thread between two steps, and return its result.
+
+        It has to be short: the next step waits for it.
+        """
         self.wake()  # ends steps that follow each other at once
-        return await self.stepper.aside(compute)
+        return await self.stepper.run_between_steps(compute)
 
     async def run(self) -> None:
         """Plan and run steps until cancelled. A failed step fails its requests alone."""

@@ -49,14 +49,14 @@ class Adapters(nn.Module):
     def names(self) -> list[str]:
         return list(self._by_name)
 
-    def take(self, name: str, deltas: Mapping[Linear, Delta]) -> int:
+    def add(self, name: str, deltas: Mapping[Linear, Delta]) -> int:
         """Add an adapter of this name, given its delta for each projection that it changes; return its bytes."""
         assert name not in self._by_name, "an adapter of this name is loaded"
         self._by_name[name] = deltas
         self._deltas.extend(deltas.values())
         return sum(delta.num_bytes for delta in deltas.values())
 
-    def drop(self, name: str) -> int:
+    def remove(self, name: str) -> int:
         """Remove an adapter that no later step uses, if it is there; return its bytes."""
         deltas = self._by_name.pop(name, {})
         self._deltas = nn.ModuleList(delta for each in self._by_name.values() for delta in each.values())

@@ -36,21 +36,31 @@ class FloatFormat(Protocol):
     numbers: tuple[str, ...]  # the names that the tensor of a weight's numbers may have
 
     def sizes(self, stored: StoredQuantization, checkpoint: Checkpoint, module: str) -> tuple[int, int]:
-        """Return the outputs and inputs of a module whose weight is stored in this format."""
+        """Return the numbers of outputs and inputs of a module whose weight is stored in this format.
+
+        `module` is its name in `checkpoint`, and `stored` the checkpoint's quantization. Raises ModelError if a tensor
+        that tells the sizes is damaged.
+        """
 
     def parts(
         self, stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: int, inputs: int
     ) -> list[Part]:
-        """Return the tensors of a module of these sizes. Raises ModelError for sizes that the format cannot hold."""
+        """Return the tensors that store the weight of a module with these numbers of outputs and inputs.
+
+        Raises ModelError for sizes that the format cannot hold.
+        """
 
     def dense(
         self, stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: Extent, inputs: Extent
     ) -> torch.Tensor:
-        """Return the held outputs and inputs of a module's weight, float32; the module's tensors match `parts`."""
+        """Read the part of a module's weight within the held outputs and inputs, and return it as float32.
+
+        The caller has checked that the module's tensors match `parts`.
+        """
 
 
 class FloatCheckpoint(Checkpoint):
-    """A quantized checkpoint, read as floats."""
+    """A quantized checkpoint whose weights are listed and read as float32."""
 
     def __init__(self, checkpoint: Checkpoint, stored: StoredQuantization) -> None:
         """Read `checkpoint`, stored as `stored` says. Raises ModelError if it has weights of another format."""
@@ -71,8 +81,9 @@ class FloatCheckpoint(Checkpoint):
         return self._format.sizes(self._stored, self._checkpoint, module), "F32"
 
     def check(self, part: Part) -> None:
-        """Check a tensor as any checkpoint does. Raises ModelError also if a tensor beside a weight's numbers is
-        missing or has another shape.
+        """Raise ModelError unless a tensor, as float32 if it is quantized, has the shape and a dtype of `part`.
+
+        The tensors that store a quantized weight must be there too, in the shapes and dtypes of its format.
         """
         super().check(part)
         for each in self._parts(part.name):
@@ -92,7 +103,10 @@ class FloatCheckpoint(Checkpoint):
             yield first - outputs.held.start, dense
 
     def spans(self, part: Part) -> Iterator[Span]:
-        """Yield whole tensors, whatever rows are wanted, except of the numbers of whole rows."""
+        """Yield the file ranges that `read` will read for this part.
+
+        These are the wanted rows of each tensor that has a row for each output, and other tensors as a whole.
+        """
         if self._module(part.name) is None:
             yield from self._checkpoint.spans(part)
         for each in self._parts(part.name):
@@ -122,7 +136,7 @@ class FloatCheckpoint(Checkpoint):
 
 
 class Integers:
-    """Reads weights of a format of integers."""
+    """Reads weights of a format of integers by its Reader, and turns them into floats."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -231,7 +245,10 @@ class Fp4:
         return name if name in checkpoint.names() else f"{module}.weight"
 
     def _global_scale(self, checkpoint: Checkpoint, module: str) -> tuple[str, bool]:
-        """Return the name of the scale of all scales, and whether it divides them, as compressed-tensors has it."""
+        """Return the name of the tensor that scales all scales, and whether they are divided by it.
+
+        They are in checkpoints of compressed-tensors.
+        """
         name = f"{module}.weight_scale_2"
         return (name, False) if name in checkpoint.names() else (f"{module}.weight_global_scale", True)
 
@@ -341,7 +358,7 @@ def _read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
 
 def _spread(scales: torch.Tensor, outputs: Extent, inputs: Extent, block: tuple[int, int]) -> torch.Tensor:
-    """Return the scales of blocks as one for each held output and input."""
+    """Return one scale for each held output and input, [outputs, inputs], given one for each `block` of them."""
     rows, columns = (
         torch.arange(extent.held.start, extent.held.stop) // step
         for extent, step in zip((outputs, inputs), block, strict=True)

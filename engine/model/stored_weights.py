@@ -83,7 +83,7 @@ def matrix_of(weight: GroupedWeight, device: torch.device) -> QuantizedMatrix | 
 
 
 def matrix_sizes(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
-    """Return the sizes of a stored matrix. Raises ModelError for a tensor of another number of dimensions."""
+    """Return the numbers of rows and columns of a stored matrix. Raises ModelError if the tensor is no matrix."""
     shape, _ = checkpoint.describe(name)
     if len(shape) != 2:
         raise ModelError(f"{name} has shape {list(shape)}; it must be a matrix")
@@ -96,7 +96,11 @@ class Reader(Protocol):
     numbers: tuple[str, ...]  # the names that the tensor of a weight's numbers may have
 
     def sizes(self, stored: StoredQuantization, checkpoint: Checkpoint, module: str) -> tuple[int, int]:
-        """Return the outputs and inputs of a module whose weight is stored in this format."""
+        """Return the numbers of outputs and inputs of a module whose weight is stored in this format.
+
+        `module` is its name in `checkpoint`, and `stored` the checkpoint's quantization. Raises ModelError if a tensor
+        that tells the sizes is damaged.
+        """
 
     def parts(
         self, stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: int, inputs: int

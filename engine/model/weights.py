@@ -125,7 +125,7 @@ def load_adapters(
     Raises ModelError if a file is damaged or holds numbers that are not finite.
     """
     return sum(
-        decoder.adapters.take(adapter.name, dict(adapter_deltas(decoder, adapter, dtype, device)))
+        decoder.adapters.add(adapter.name, dict(adapter_deltas(decoder, adapter, dtype, device)))
         for adapter in adapters
     )
 
@@ -133,8 +133,9 @@ def load_adapters(
 def adapter_deltas(
     decoder: LlamaDecoder, adapter: StoredAdapter, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[Linear, Delta]]:
-    """Yield each projection of a filled decoder that an adapter changes, and its delta. Raises ModelError if the
-    adapter is damaged.
+    """Yield each projection of a filled decoder that an adapter changes, with its delta of this dtype on this device.
+
+    Each is read from the adapter's file when it is asked for. Raises ModelError if the adapter is damaged.
     """
     checkpoint = SafetensorsCheckpoint([adapter.file])
     # Loaded adapters have products of their own.

@@ -486,7 +486,10 @@ def _class_of(theirs: PreTrainedConfig, architecture: str) -> Any:
 
 
 def _of_floats(checkpoint: Checkpoint, config: ModelConfig) -> tuple[Checkpoint, HfQuantizer | None]:
-    """Return the checkpoint with its weights as floats; of those of gpt-oss, transformers' quantizer makes floats."""
+    """Return the checkpoint, read as floats, and None.
+
+    For gpt-oss, return the checkpoint as it is, and the quantizer by which transformers makes floats of its weights.
+    """
     stored = config.stored_quantization
     if stored is None:
         return checkpoint, None
