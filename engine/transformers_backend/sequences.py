@@ -28,7 +28,7 @@ from serving_core.errors import ModelError
 from serving_core.layout import KVLayout, Widths
 from serving_core.requests import OnLayer
 
-CACHE_NAMES: Final = ("past_key_values", "cache_params")  # arguments by which models take their cache
+CACHE_NAMES: Final = ("past_key_values", "cache", "cache_params")  # arguments by which models take their cache
 TOKENLESS_BLOCK: Final = 2**16  # tokens of a block where no layer keeps anything of a token
 TRIED_TOKENS: Final = 6
 WHOLE: Final[
@@ -98,7 +98,8 @@ class SequenceDecoder:
         self._cache_name = next((name for name in CACHE_NAMES if name in parameters), "")
         if not self._cache_name:
             raise ModelError(f"{type(model).__name__} does not compute with transformers' cache")
-        self._has_mask = self._cache_name == CACHE_NAMES[0]
+        layers = self._new_cache().layers
+        self._has_mask = not layers or any(type(each) is not cache_utils.LinearAttentionLayer for each in layers)
         cache, self._takes_one = self._tried()
         self.reuses_prefixes = not self._takes_one
         self._tokens = list(_kept_tokens(cache))
