@@ -32,7 +32,7 @@ Tokens = tuple[int, ...]
 
 MAX_ITEMS: Final = 1024
 MAX_LABELS: Final = 255  # OpenAI's limit of choices
-MAX_LABEL_CHARS: Final = 256
+MAX_LABEL_CHARS: Final = 64
 MAX_PROMPT_TOKENS: Final = 2**23  # over all prompts of a call, each of which waits in whole until it is prefilled
 SCORES: Final = Pooling(LOGPROBS)
 CONTEXT_CHARS: Final = 64  # of an item, before a label that is to be tokenized
@@ -158,10 +158,12 @@ def plan_scores(
     That is one for each item, and one for each beginning of a label of several tokens. Raises RequestError for more
     than `max_sequences` prompts, too many tokens, or a token outside the vocabulary.
     """
-    prompts = [(item.ending + before, tokens) for item in items for before, tokens in next_tokens(item).items()]
-    if len(prompts) > max_sequences:
-        problem = f"take {len(prompts)} prompts with the beginnings of their labels, the limit is {max_sequences}"
-        raise bad("items", f"{problem} in flight")
+    prompts: list[tuple[Tokens, Tokens]] = []
+    for item in items:
+        prompts += [(item.ending + before, tokens) for before, tokens in next_tokens(item).items()]
+        if len(prompts) > max_sequences:
+            what = f"take at least {len(prompts)} prompts with the beginnings of their labels"
+            raise bad("items", f"{what}, the limit is {max_sequences} in flight")
     num_tokens = len(prompts) * len(prompt) + sum(len(ending) for ending, _ in prompts)
     if num_tokens > MAX_PROMPT_TOKENS:
         problem = f"take {len(prompts)} prompts of {num_tokens} tokens in all, the limit is {MAX_PROMPT_TOKENS}"

@@ -372,7 +372,7 @@ def test_more_prompts_than_may_be_in_flight_are_refused(tmp_path):
     async def scenario():
         async with served(tmp_path, max_num_queued_reqs=3) as (c, client):
             reply = await post(client)
-            message = "questions take 4 prompts with the beginnings of their labels, the limit is 3 in flight"
+            message = "questions take at least 4 prompts with the beginnings of their labels, the limit is 3 in flight"
             assert (reply.status_code, reply.json()["error"]["message"]) == (400, message)
             call = post(client, questions=[CHOICE, SCORE])
             jobs = await jobs_of(c, 2)

@@ -24,6 +24,7 @@ LIMITS = Limits(
     decode_pool_tokens=None,
     min_output_tokens=0,
 )
+BEGINNINGS = "with the beginnings of their labels"
 YES_NO = Item((5, 6), [(1,), (2,)])
 LONG = Item((7,), [(1, 2), (1, 3, 4), (2,)])  # two labels begin alike
 
@@ -73,7 +74,7 @@ def test_cached_tokens_are_those_that_nobody_computed():
 @pytest.mark.parametrize(
     ("items", "options", "message"),
     [
-        ([YES_NO] * 101, {}, "items take 101 prompts with the beginnings of their labels, the limit is 100 in flight"),
+        ([YES_NO] * 101, {}, f"items take at least 101 prompts {BEGINNINGS}, the limit is 100 in flight"),
         ([Item((5,) * 99, [(1,)])], {}, "the prompt has 101 tokens, over max_model_len (100)"),
         ([Item((260,), [(1,)])], {}, "items has token id 260; the vocabulary ends at 259"),
         ([Item((1,), [(1, 260)])], {}, "items has token id 260; the vocabulary ends at 259"),
@@ -114,8 +115,8 @@ def test_blocks_of_a_shared_beginning_have_the_hashes_that_they_have_alone():
         ([ScoreItem(text="a")], "items[0].labels is empty: at least one is needed"),
         ([ScoreItem(labels=["b"] * 256)], "items[0].labels has 256 entries, the limit is 255"),
         ([ScoreItem(labels=["b", "c", "b"])], "items[0].labels has the same text twice"),
-        ([ScoreItem(labels=["a", ""])], "items[0].labels must have 1 to 256 characters each, not 0"),
-        ([ScoreItem(labels=["a" * 257])], "items[0].labels must have 1 to 256 characters each, not 257"),
+        ([ScoreItem(labels=["a", ""])], "items[0].labels must have 1 to 64 characters each, not 0"),
+        ([ScoreItem(labels=["a" * 65])], "items[0].labels must have 1 to 64 characters each, not 65"),
     ],
 )
 def test_items_and_labels_have_limits(items, message):
