@@ -67,9 +67,9 @@ class ApiServers:
         service.listens = self._listens
 
     def listen(self) -> None:
-        """Reserve the ports at which the API servers will listen, and set `port` and `http_port`.
+        """Reserve the API servers' ports (a port 0 takes a free one), and set `port`, of gRPC, and `http_port`.
 
-        Raises SettingsError when a port is in use.
+        Without HTTP `http_port` stays -1. Raises SettingsError when a port is in use or its address cannot be bound.
         """
         settings = self._settings
         self.port = self._hold(Port("--grpc-port", settings.host, settings.grpc_port))

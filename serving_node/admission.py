@@ -282,7 +282,11 @@ class Admission:
         return any(map(_lets_go_soon, self._node_requests))
 
     def lacking(self) -> Iterator[NodeRequest]:
-        """Yield the requests that could continue if others were preempted, oldest first."""
+        """Yield the requests that could continue if others were preempted, oldest first.
+
+        For a node that has nothing to compute: requests that decode or prefill are yielded without a check that they
+        lack blocks.
+        """
         return (each for each in self._node_requests.in_state(*LACKING) if self._lacks_room(each))
 
     def prefer(self, node_request: NodeRequest) -> None:

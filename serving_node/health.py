@@ -55,7 +55,10 @@ class _Link(Protocol):
 
 
 def node_states(node: _Node, link: _Link) -> States:
-    """Return the health of rank 0: functions that tell whether each service of gRPC's health check is serving."""
+    """Return, for each service of gRPC's health check by name, a function that tells whether it is serving now.
+
+    Of rank 0: LIVE is serving while no step is stuck; READY and OVERALL while the node is attached and not draining.
+    """
 
     def is_ready() -> bool:
         return link.is_attached and not node.is_draining

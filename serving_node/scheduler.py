@@ -401,9 +401,10 @@ class NodeScheduler:
         return next_step(works, self._node_requests, self._leases)
 
     def ends_any(self, works: Sequence[Work], tokens: Sequence[SampledToken]) -> bool:
-        """Return whether the tokens of a step, one for each of `works`, end any sequence.
+        """Return whether the results of a step, one for each of `works`, end any sequence.
 
-        The method only reads requests, so another thread may call it while the step runs.
+        A result that is no token ends it too; stop strings are not considered. The method only reads requests, so
+        another thread may call it while the step runs.
         """
         return any(
             would_end(work.request, token, self._eos_token_ids) for work, token in zip(works, tokens, strict=True)

@@ -198,10 +198,11 @@ def steps_of(sizes: Sizes, folder: Path, own: Sequence[str]) -> dict[str, tuple[
 
 
 def run_step(arguments: Sequence[str], limit_s: float, log: Path) -> dict[str, Any]:
-    """Run `python` with these arguments to its end; return its state, seconds, command, output and last log lines.
+    """Run `python` with these arguments to its end; return "state", "seconds", "command", "output" and "log".
 
-    After `limit_s` seconds it and its children are interrupted, then killed, and the state is OUT_OF_TIME. Its stderr
-    is written to the file `log`.
+    The state is DONE, FAILED after an exit code other than 0, or OUT_OF_TIME: after `limit_s` seconds the process and
+    its children are interrupted, and STOP_S seconds later killed. "output" is its stdout, as text. Its stderr is
+    written to the file `log`; "log" has the last lines of it, and is empty if the state is DONE.
     """
     start_s, state, command = time.monotonic(), "", [sys.executable, *arguments]
     child = [sys.executable, "-m", "serving_core.process.child", str(os.getpid()), *command]

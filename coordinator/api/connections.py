@@ -85,7 +85,8 @@ class Connections(Generic[C]):
 def peer_of(host: str) -> str:
     """Return the peer that an address belongs to: the IPv4 address itself, or the /64 network of an IPv6 address.
 
-    A `host` that is no IP address is returned unchanged.
+    An IPv4 address within IPv6 (::ffff:1.2.3.4) counts as that IPv4 address. A `host` that is no IP address is returned
+    unchanged.
     """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])

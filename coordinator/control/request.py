@@ -135,7 +135,10 @@ class Timeline:
         self._marks.append(mark)
 
     def spans(self, now: float) -> Iterator[tuple[Mark, float]]:
-        """Yield each phase until `now`, as the mark of its start and the time of its end; empty ones are left out."""
+        """Yield the spans until `now`, in order, as the mark of the start and the time of the end.
+
+        A span ends where the phase, a node or the attempt changes. Empty ones are left out.
+        """
         for mark, following in pairwise([*self._marks, Mark(now, self.phase)]):
             if following.at_s > mark.at_s:
                 yield mark, following.at_s
@@ -466,11 +469,11 @@ class Request:
 
     @property
     def may_have_come(self) -> bool:
-        """Return whether the prefill node may have received the prompt.
+        """Return whether the prefill node of the current attempt may have received the prompt, given that it was sent.
 
-        A node that receives a poison request reports so first (Taken). Without the report, a node that dies does not
-        count against the request: several nodes may die at one time while the coordinator passes the request from one
-        to the next.
+        True for a request without deaths. For one with deaths only once the node has reported Taken, which it does
+        first: until then a node that dies does not count against the request, since several nodes may die at one time
+        while the coordinator passes the request from one to the next.
         """
         return self.attempt.is_taken or not self.deaths
 

@@ -76,10 +76,11 @@ class SloClasses:
         self._classes = {each.name: each for each in classes}
 
     def slo_of(self, request: GenerateRequest, num_prompt_tokens: int, nodes: Iterable[Node]) -> Slo | None:
-        """Return the SLO of a request: its own limits, and those of its class where it has none.
+        """Return the SLO of a request: its own limits and priority, and those of its class where it has none.
 
-        None if it has neither limits, nor a priority, nor a class, while no default class is configured. A multiple is
-        of what the request takes alone on `nodes`. Raises RequestError for an unknown class or a limit out of range.
+        Its class is DEFAULT, if configured, where it names none. None if it has neither limits, nor a priority other
+        than 0, nor a class. A multiple is of what the request takes alone on `nodes`, and no limit while they have not
+        measured that. Raises RequestError for an unknown class, and for a limit or priority out of range.
         """
         own = [_own_limit(request, name) for name in ("ttft_ms", "tpot_ms")]
         own_priority = _own_priority(request)

@@ -326,9 +326,10 @@ def loosened(
 
 
 def freed(text: str, places: Collection[str]) -> str:
-    """Return a JSON schema, as text, whose definitions in `places` allow any object.
+    """Return a JSON schema, as text, whose definitions in `places` (names in its $defs) allow any object.
 
-    An empty name in `places` stands for the whole schema. Raises Unenforceable if `text` is no JSON object.
+    An empty name in `places` stands for the whole schema; `text` is then not read. Raises Unenforceable if `text` is no
+    JSON object, and KeyError if it has no $defs.
     """
     if "" in places:
         return json.dumps(ANY)

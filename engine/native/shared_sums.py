@@ -104,7 +104,8 @@ class SharedSums:
     def gather(self, local: torch.Tensor, num_bytes: Sequence[int], gathered: torch.Tensor | None) -> None:
         """Send num_bytes[rank] bytes of `local`; write those of all ranks, in rank order, to `gathered`.
 
-        A rank that passes None as `gathered` only sends.
+        All ranks call this with the same `num_bytes`; one that passes None as `gathered` only sends. Tensors are
+        contiguous and on the CPU. Raises RankLost if another rank has ended or does not come in time.
         """
         sizes = (ctypes.c_int64 * len(num_bytes))(*num_bytes)
         place = None if gathered is None else gathered.data_ptr()

@@ -194,7 +194,7 @@ class Stream:
     async def drain(self) -> None:
         """Wait until the other end has read enough that little is queued.
 
-        Raises TimeoutError after TIMEOUT_S seconds.
+        Raises TimeoutError after TIMEOUT_S seconds, and OSError when the stream breaks.
         """
         async with asyncio.timeout(TIMEOUT_S):
             await self._writer.drain()

@@ -84,9 +84,10 @@ class ConnectionKey:
         return []
 
     def guard(self, router: "zmq.Socket[bytes]", context: Context) -> "zmq.Socket[bytes]":
-        """Protect `router`, a Listener's socket, before it binds; return the socket of authentication requests.
+        """Require the key of every connection to `router`, a Listener's socket; return the socket of the requests.
 
-        It belongs to `context`, and its messages go to `authenticate`.
+        Call before `router` binds, once for each `context`, to which the new socket belongs. Give each message that
+        arrives on it to `authenticate`: no connection is accepted without a reply.
         """
         router.setsockopt(zmq.PLAIN_SERVER, 1)
         return open_auth_socket(router, context)

@@ -174,7 +174,11 @@ class TileReservation(Reserve):
             self.age = math.inf
 
     def num_kept_from(self, age: int) -> int:
-        """Return how many free blocks a request of this age must leave."""
+        """Return how many free blocks a request must leave: a tile's if it is younger than the reservation's request.
+
+        `age` is higher for younger requests. 0 for others, without a reservation, and if the free blocks and those of
+        younger requests are too few for a tile.
+        """
         return self._held_kv.blocks_each if age > self.held_back_from() else 0
 
     def reserve_rule(self, num_blocks: Callable[[NodeRequest], int]) -> Callable[[NodeRequest], bool]:

@@ -95,7 +95,10 @@ def server_options(command: Command) -> Command:
 
 
 def operator_options(command: Command) -> Command:
-    """Add the options of `server_options` and --admin-key to a command; the admin key replaces the API key."""
+    """Add the options of `server_options`, --admin-key and --admin-key-file to a command.
+
+    The command gets them as one `server`, a Server; its `api_key` is the admin key if one is given.
+    """
 
     @functools.wraps(command)
     def asking(*, server: Server, admin_key: str | None, **others: Any) -> Any:

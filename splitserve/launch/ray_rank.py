@@ -48,7 +48,8 @@ class RankActor:
     def start(self, name: str, role: str, values: Mapping[str, Any], environment: Mapping[str, str]) -> str:
         """Start a process with the flags `values` and this environment added to the host's; end an earlier one first.
 
-        Returns the sentence with which the process refuses to start, or an empty string.
+        Returns an empty string when the process runs, before it is ready; `news` reports its end. If the model or the
+        settings cannot be used on this host, returns the reason in a sentence, and an earlier process stays.
         """
         try:
             process = self._process(name, role, values, environment)

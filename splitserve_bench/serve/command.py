@@ -225,7 +225,10 @@ class ServeOptions:
 
 
 def dataset_of(values: Mapping[str, Any]) -> Dataset:
-    """Return the data set of the values of these flags, which are by name."""
+    """Return the Dataset of these values of flags, which are by name; nothing is checked.
+
+    "dataset_name" and "dataset_path" are needed; other fields of Dataset may be missing, other values are ignored.
+    """
     return Dataset(values["dataset_name"], str(values["dataset_path"] or ""), **named(Dataset, values))
 
 

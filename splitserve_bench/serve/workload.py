@@ -102,8 +102,11 @@ class Source:
         )
 
     def replayed(self, traced: Sequence[TracedRequest], seed: int, first: int = 0) -> list[Shape]:
-        """Return prompts and output lengths of these requests of a trace, which are number `first` and the following of
-        a load: without hash ids, prompts depend on the number and the seed."""
+        """Return prompts and output lengths of these requests of a trace, in order.
+
+        A prompt depends on the seed, and on the request's hash ids; without these on the seed and the request's number
+        in the load. `first` is the number of the first request.
+        """
         return trace_load(traced, self._vocab_size, seed, first)
 
     def clipped_share(self, max_model_len: int, num_sampled: int, rng: Random) -> float:

@@ -155,7 +155,7 @@ def figures_of(
 
 
 def copy_s(num_bytes: int) -> float:
-    """Return the seconds of a copy of so many bytes between two buffers that are in memory already."""
+    """Copy `num_bytes` bytes once between two buffers that are in memory already, and return the seconds it took."""
     source, target = bytearray(b"\1") * num_bytes, bytearray(b"\2") * num_bytes
     start_s = time.perf_counter()
     memoryview(target)[:] = source
@@ -189,7 +189,11 @@ class PeerProcess:
         return reply
 
     async def expect(self, transport: str, num_blocks: int, is_scattered: bool) -> bytes:
-        """Have the process prepare to receive so many blocks by this transport, and return its transfer descriptor."""
+        """Have the process prepare to receive `num_blocks` blocks by this transport; return its transfer descriptor.
+
+        `is_scattered`: into blocks anywhere in its pool, not the first. Raises BenchError when the process reports an
+        error, ends, or does not reply in time.
+        """
         reply = await self.ask(expect=transport, num_blocks=num_blocks, is_scattered=is_scattered)
         return bytes.fromhex(reply["descriptor"])
 

@@ -114,7 +114,11 @@ def _meant(path: str, paths: Collection[str]) -> str:
 
 
 def http_error_response(status: int, message: str, path: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Return the response for an error with a status and no reason."""
+    """Return the response for an error that has an HTTP `status`, but no reason.
+
+    `path` is that of the call: under /v1/messages the error object is Anthropic's, elsewhere OpenAI's. `headers` are
+    those of the response. Raises ValueError for an unknown status.
+    """
     make = _anthropic_object if _is_anthropic(path) else _object
     return JSONResponse(make(message, HTTPStatus(status)), status, headers)
 

@@ -388,7 +388,10 @@ class NodeForecast:
         return min([each for each in limits_s if each >= alone_s], default=math.inf)
 
     def num_late_beside(self, begins_s: float) -> int:
-        """Return how many sequences of the node miss their SLO, with this one, if it begins in `begins_s` seconds."""
+        """Return how many sequences of the node, this one included, miss their SLO on TPOT.
+
+        This one begins in `begins_s` seconds. A sequence misses its SLO if its last token is late.
+        """
         return self._late_sequences(self._own_sequence(begins_s))
 
     def _most_beside(self, begins_s: float, each_s: float) -> int:
