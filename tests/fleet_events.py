@@ -157,7 +157,7 @@ def block_hints(token_ids, cache_salt="", made="", **fingerprint):
     """The hints of the full blocks of a prompt on nodes of `hello`, worked out from the description of the names.
     `made` tells how they were computed, by a letter for each; "c" where there is none."""
     texts = [cache_salt]
-    for key, value in sorted({**MODEL, **fingerprint}.items()):
+    for key, value in sorted({**MODEL, **fingerprint}.items()):  # of adapters the request's own alone, under "lora:"
         texts += [key, value]
     root = b"splitserve: root of block names" + b"\0"
     name = hashlib.sha256(root + b"".join(struct.pack("<Q", len(text.encode())) + text.encode() for text in texts))

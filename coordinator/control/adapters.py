@@ -75,10 +75,13 @@ class FleetAdapters:
     def changed(self, node: Node, event: fleet_pb2.AdapterChanged, now: float) -> list[Send]:
         """Record that a node has loaded or unloaded an adapter, or could not.
 
-        A load ends with an error when one node cannot load it, or nodes have different files of it.
+        A load ends with an error when one node cannot load it, or nodes have different files of it. The end of a load
+        that a later order has overtaken says nothing of that order: what the node has loaded it unloads again.
         """
         name, change = event.name, self._registry.adapter_changes.get(event.name)
         folder = node.adapter_orders.pop(name, None)
+        if folder and (change is None or change.folder != folder):
+            return self.tick(now) if event.error else self._order_unload(node, name, now)
         if event.error:
             self._failed(node, event, now, is_load=bool(folder))
         elif change is not None and change.digest and event.digest not in ("", change.digest):
@@ -132,7 +135,12 @@ class FleetAdapters:
         logger.warning("%s %s has other files of adapter %s than other nodes", node.kind, node.name, name)
         if not change.is_served:
             self._fail(name, RequestError(PAIRING_MISMATCH, f"the files of adapter {name} differ between nodes"))
-        node.adapter_orders[name], node.adapter_retry_s[name] = "", now + RETRY_FAILED_S
+        node.adapter_retry_s[name] = now + RETRY_FAILED_S
+        return self._order_unload(node, name, now)
+
+    def _order_unload(self, node: Node, name: str, now: float) -> list[Send]:
+        """Have a node unload an adapter that it does not count as having."""
+        node.adapter_orders[name] = ""
         return [Send(node, _unload(name)), *self.tick(now)]
 
     def _failed(self, node: Node, event: fleet_pb2.AdapterChanged, now: float, *, is_load: bool) -> None:

@@ -46,6 +46,8 @@ COMMANDS: Final = (
     "begun",
     "send_prefix",
     "heartbeat_ack",
+    "load_adapter",
+    "unload_adapter",
 )
 EVENTS: Final = (
     *("heartbeat", "first_token", "reserved", "transferred", "committed", "step_tokens", "embedded"),
@@ -59,6 +61,7 @@ EVENTS: Final = (
         "prefix_fetch_begun",
         "prefix_fetch_ended",
         "progress",
+        "adapter_changed",
     ),
 )
 POINTS: Final = (

@@ -87,6 +87,31 @@ def test_a_node_that_cannot_load_it_ends_the_load_everywhere():
     assert fleet.load() == [("d0", "load", "x"), ("p0", "load", "x")]
 
 
+def test_the_end_of_a_load_that_a_later_order_has_overtaken_is_not_that_orders():
+    fleet = Fleet("p0", "d0")
+    fleet.load(folder="broken")
+    fleet.done("p0", "x", error="no such tensor")
+    assert fleet.load(folder="good") == [("p0", "load", "x")], "d0 has not ended yet"
+    assert fleet.done("d0", "x", error="no such tensor") == [("d0", "load", "x")]
+    assert fleet.adapters.is_loading("x")
+    fleet.done("p0", "x", "digest")
+    fleet.done("d0", "x", "digest")
+    assert (fleet.adapters.outcome("x"), fleet.served) == (None, ["x"])
+
+
+def test_what_an_overtaken_load_has_loaded_is_unloaded_before_the_later_one_is():
+    fleet = Fleet("p0", "d0")
+    fleet.load(folder="one")
+    fleet.done("p0", "x", error="no such tensor")
+    fleet.load(folder="two")
+    assert fleet.done("d0", "x", "digest of one") == [("d0", "unload", "x")]
+    fleet.done("p0", "x", "digest of two")
+    assert fleet.served == []
+    assert fleet.done("d0", "x") == [("d0", "load", "x")]
+    fleet.done("d0", "x", "digest of two")
+    assert (fleet.adapters.outcome("x"), fleet.served) == (None, ["x"])
+
+
 def test_nodes_with_other_files_are_no_fleet_for_it():
     fleet = Fleet("p0", "d0")
     fleet.load()

@@ -204,7 +204,7 @@ def test_a_salt_keeps_caches_apart(registry):
 def test_an_adapter_keeps_caches_apart_by_its_content(registry):
     adapters = {"lora:a": "digest", "lora:b": "other", "lora:also-a": "digest"}
     node = admit(registry, "p0", **adapters)
-    report(registry, node, events.block_hints(TOKENS, **adapters, **{"lora:": "digest"}))
+    report(registry, node, events.block_hints(TOKENS, **{"lora:": "digest"}))
     held = {
         adapter: Prompt(TOKENS, adapter=adapter).tokens_cached(node) for adapter in ("", "a", "b", "also-a", "gone")
     }

@@ -314,7 +314,7 @@ def test_a_command_that_is_not_known_is_answered_as_failed(command):
 def test_a_command_of_a_later_version_is_answered_as_failed():
     """Its field of the oneof is unknown here, and `attempt` tells what it was about."""
     attempt = fleet_pb2.NodeCommand(attempt=fleet_pb2.Attempt(request_id="a", epoch=4))
-    later = attempt.SerializeToString() + bytes([15 << 3 | 2, 0])
+    later = attempt.SerializeToString() + bytes([100 << 3 & 0x7F | 2 | 0x80, 100 >> 4, 0])  # field 100, of no bytes
     node = Node()
     node.worker.handle(fleet_pb2.NodeCommand.FromString(later))
     (event,) = node.events

@@ -220,7 +220,8 @@ def test_paths_are_told_in_full_to_whoever_runs_in_another_folder(tmp_path, monk
     texts = {name for name, value in flat(node.settings).items() if value == ""}
     told = in_full(replaced(node.settings, **dict.fromkeys(texts, "here"), lora=("a=here", "b=gone/c=d")))
     changed = {name for name in texts if told[name] != "here"}
-    assert changed == {"speculative_model", "kv_disk_path", "weights_disk_path", "tls_cert", "tls_key", "tls_ca"}
+    folders = {"speculative_model", "lora_root", "kv_disk_path", "weights_disk_path"}
+    assert changed == folders | {"tls_cert", "tls_key", "tls_ca"}
     assert {told[name] for name in changed} == {str(tmp_path / "here")}
     assert told["lora"] == (f"a={tmp_path}/here", "b=gone/c=d")
 
