@@ -173,12 +173,14 @@ class Taken(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("attempt", "num_left")
+    __slots__ = ("attempt", "num_left", "prefill_s")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_LEFT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     num_left: int
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., num_left: _Optional[int] = ...) -> None: ...
+    prefill_s: float
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., num_left: _Optional[int] = ..., prefill_s: _Optional[float] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("attempt", "token", "prefill_s", "num_cached_tokens")

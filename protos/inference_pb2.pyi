@@ -739,7 +739,7 @@ class Shape(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., slots: _Optional[int] = ..., accepts_transfers: _Optional[bool] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("name", "role", "state", "num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_free", "num_steps", "step_s", "rss_bytes", "num_preemptions", "num_blocks_cached", "num_prompt_tokens", "num_cached_tokens", "num_kv_bytes", "num_transfers_failed", "ranks", "prefill_tokens_per_s", "shape", "lone_step_s", "step_weights", "decode_margin", "num_blocks_leaked", "step_tokens", "num_step_tokens", "tier", "num_remote_kv_blocks", "num_remote_kvs", "num_remote_kvs_revoked", "num_losses", "longest_heartbeat_gap_s")
+    __slots__ = ("name", "role", "state", "num_running", "num_waiting", "num_waiting_tokens", "num_blocks", "num_blocks_free", "num_steps", "step_s", "rss_bytes", "num_preemptions", "num_blocks_cached", "num_prompt_tokens", "num_cached_tokens", "num_prefill_tokens", "num_kv_bytes", "num_transfers_failed", "ranks", "prefill_tokens_per_s", "shape", "lone_step_s", "step_weights", "decode_margin", "num_blocks_leaked", "step_tokens", "num_step_tokens", "tier", "num_remote_kv_blocks", "num_remote_kvs", "num_remote_kvs_revoked", "num_losses", "longest_heartbeat_gap_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -755,6 +755,7 @@ class NodeLoad(_message.Message):
     NUM_BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_TRANSFERS_FAILED_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -787,6 +788,7 @@ class NodeLoad(_message.Message):
     num_blocks_cached: int
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_prefill_tokens: int
     num_kv_bytes: int
     num_transfers_failed: int
     ranks: _containers.RepeatedCompositeFieldContainer[RankLoad]
@@ -804,7 +806,7 @@ class NodeLoad(_message.Message):
     num_remote_kvs_revoked: int
     num_losses: int
     longest_heartbeat_gap_s: float
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_kv_bytes: _Optional[int] = ..., num_transfers_failed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., prefill_tokens_per_s: _Optional[float] = ..., shape: _Optional[_Union[Shape, _Mapping]] = ..., lone_step_s: _Optional[float] = ..., step_weights: _Optional[_Iterable[float]] = ..., decode_margin: _Optional[float] = ..., num_blocks_leaked: _Optional[int] = ..., step_tokens: _Optional[_Iterable[int]] = ..., num_step_tokens: _Optional[int] = ..., tier: _Optional[_Union[TierLoad, _Mapping]] = ..., num_remote_kv_blocks: _Optional[int] = ..., num_remote_kvs: _Optional[int] = ..., num_remote_kvs_revoked: _Optional[int] = ..., num_losses: _Optional[int] = ..., longest_heartbeat_gap_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., rss_bytes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_blocks_cached: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_kv_bytes: _Optional[int] = ..., num_transfers_failed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., prefill_tokens_per_s: _Optional[float] = ..., shape: _Optional[_Union[Shape, _Mapping]] = ..., lone_step_s: _Optional[float] = ..., step_weights: _Optional[_Iterable[float]] = ..., decode_margin: _Optional[float] = ..., num_blocks_leaked: _Optional[int] = ..., step_tokens: _Optional[_Iterable[int]] = ..., num_step_tokens: _Optional[int] = ..., tier: _Optional[_Union[TierLoad, _Mapping]] = ..., num_remote_kv_blocks: _Optional[int] = ..., num_remote_kvs: _Optional[int] = ..., num_remote_kvs_revoked: _Optional[int] = ..., num_losses: _Optional[int] = ..., longest_heartbeat_gap_s: _Optional[float] = ...) -> None: ...
 
 class TierLoad(_message.Message):
     __slots__ = ("host_bytes", "disk_bytes", "num_hits", "num_misses", "num_damaged", "num_late", "read_bytes", "read_s", "written_bytes", "write_s", "num_unwritten", "saved_s")

@@ -226,6 +226,7 @@ class NodeScheduler:
         load.num_preemptions = self._preemption.num_preemptions
         load.num_prompt_tokens = self._prefill.num_prompt_tokens
         load.num_cached_tokens = self._prefill.num_cached_tokens
+        load.num_prefill_tokens = self.steps.num_prompt_tokens
         load.num_kv_bytes = self._transfers.num_kv_bytes
         load.num_transfers_failed = self._transfers.num_failed
         load.prefill_tokens_per_s = self._rates.prefill_tokens_per_s
@@ -490,7 +491,7 @@ class NodeScheduler:
             self.decisions.report(step_tokens=step_tokens)
         if outgoing := [each for each in node_requests if each.outgoing is not None]:
             self._outgoing.note_prefilled(outgoing, now)
-        self._tell_progress(node_requests)
+        self._report_progress(node_requests, now)
         for node_request in ended:
             self._endings.end(node_request)
         for source in self._step_sources:
@@ -502,14 +503,18 @@ class NodeScheduler:
                 self._migrations.note_decoded(node_request)
         self._settle_step(node_requests)
 
-    def _tell_progress(self, node_requests: Sequence[NodeRequest]) -> None:
-        """Report the remaining tokens of prompts with deadlines, by which the coordinator plans."""
+    def _report_progress(self, node_requests: Sequence[NodeRequest], now: float) -> None:
+        """Report prompts of which a step has computed a part: that the prefill has begun, and with a deadline, by which
+        the coordinator plans, each time how many tokens are left.
+        """
         for each in node_requests:
-            if each.due is None or each.state is not RequestState.PREFILLING:
+            if each.state is not RequestState.PREFILLING or (each.due is None and each.has_reported_progress):
                 continue
-            if each.num_to_compute and not each.is_ending:
-                progress = fleet_pb2.Progress(attempt=convert.attempt_of(each.request), num_left=each.num_to_compute)
+            if each.num_to_compute and not each.is_ending and each.prefill_began_s is not None:
+                attempt, prefill_s = convert.attempt_of(each.request), now - each.prefill_began_s
+                progress = fleet_pb2.Progress(attempt=attempt, num_left=each.num_to_compute, prefill_s=prefill_s)
                 self.decisions.report(progress=progress)
+                each.has_reported_progress = True
 
     def _count_step(
         self,

@@ -131,7 +131,7 @@ class VllmNode:
         self.is_draining = False
         self._stats = Stats(0, 0, 0.0, 0, 0)
         self._heard_s = time.monotonic()  # of the last result of vLLM, or of the time when it had nothing to do
-        self._num_steps = self._num_prompt_tokens = self._num_cached_tokens = 0
+        self._num_steps = self._num_prompt_tokens = self._num_cached_tokens = self._num_prefill_tokens = 0
         self._num_kv_bytes = self._num_transfers_failed = 0
         self._tokens: fleet_pb2.StepTokens | None = None  # of this turn of the loop
         workers.on_event = self._take_event
@@ -261,6 +261,7 @@ class VllmNode:
         self._stats = stats
         if stats.num_output_tokens or stats.num_prompt_tokens:
             self._num_steps += 1
+            self._num_prefill_tokens += stats.num_prompt_tokens
             num_decoding = stats.num_output_tokens if not stats.num_prompt_tokens else 0
             self._rates.add(stats.num_prompt_tokens, num_decoding, step_s)
 
@@ -294,6 +295,7 @@ class VllmNode:
             rss_bytes=resident_bytes(),
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
+            num_prefill_tokens=self._num_prefill_tokens,
             num_kv_bytes=self._num_kv_bytes,
             num_transfers_failed=self._num_transfers_failed,
         )

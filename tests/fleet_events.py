@@ -99,6 +99,10 @@ def first_token(token, prefill_s=0.0, num_cached_tokens=0):
     return fleet_pb2.NodeEvent(first_token=event)
 
 
+def progress(attempt, num_left, prefill_s):
+    return fleet_pb2.NodeEvent(progress=fleet_pb2.Progress(attempt=attempt, num_left=num_left, prefill_s=prefill_s))
+
+
 def embedded(attempt, embedding=b"\0\0\x80\x3f", prefill_s=0.0, num_cached_tokens=0):
     event = fleet_pb2.Embedded(
         attempt=attempt, embedding=embedding, prefill_s=prefill_s, num_cached_tokens=num_cached_tokens

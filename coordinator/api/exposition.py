@@ -197,8 +197,9 @@ def _live(scheduler: Scheduler) -> Iterator[Figure]:
     def one(name: str, help: str, value: int, *vllm: str) -> Figure:
         return gauge(name, help, [({}, value)], *vllm)
 
-    yield one("requests_running", "Requests that are decoding.", scheduler.num_running, "num_requests_running")
-    yield one("requests_waiting", "Requests that wait or prefill.", scheduler.num_waiting, "num_requests_waiting")
+    help = "Requests that prefill or decode; a prefill counts from the end of its first step on."
+    yield one("requests_running", help, scheduler.num_running, "num_requests_running")
+    yield one("requests_waiting", "Requests whose prefill has not begun.", scheduler.num_queued, "num_requests_waiting")
     help = "Requests deferred, since they would make others miss their SLO."
     yield one("requests_deferred", help, scheduler.num_deferred)
     yield one("nodes_needed", "Nodes that the present load needs, for autoscalers.", scheduler.num_nodes_needed)
@@ -226,8 +227,8 @@ def vllm_figures(metrics: Metrics, scheduler: Scheduler, nodes: Sequence[Node], 
     help = "Prompt tokens of prefilled requests, by the source of their KV."
     yield counter("prompt_tokens_by_source", help, [({"source": name}, count) for name, count in sources.items()])
     deferred = scheduler.num_waiting_for_nodes
-    reasons = {"capacity": scheduler.num_waiting - deferred, "deferred": deferred}
-    help = "Requests that wait or prefill; deferred: no node can take them now."
+    reasons = {"capacity": scheduler.num_queued - deferred, "deferred": deferred}
+    help = "Requests whose prefill has not begun; deferred: no node can take them now."
     yield gauge("num_requests_waiting_by_reason", help, [({"reason": name}, count) for name, count in reasons.items()])
     states = {"awake": is_path, "weights_offloaded": False, "discard_all": not is_path}
     help = "State of the engine; awake while nodes can serve a request."
@@ -304,7 +305,9 @@ def _node_totals(nodes: Sequence[Node]) -> Iterator[Figure]:
 
     yield one("steps", "Steps of the node.", lambda load: load.num_steps)
     yield one("preemptions", "Preemptions.", lambda load: load.num_preemptions, "num_preemptions")
-    yield one("prompt_tokens", "Prompt tokens of requests prefilled on the node.", lambda load: load.num_prompt_tokens)
+    yield one("prefill_tokens", "Prompt tokens that the node has computed.", lambda load: load.num_prefill_tokens)
+    help = "Prompt tokens of requests that the node has taken, also where the KV came from another node."
+    yield one("prompt_tokens", help, lambda load: load.num_prompt_tokens)
     yield one(
         "prompt_tokens_cached",
         "Prompt tokens whose KV came from the prefix cache of the node.",

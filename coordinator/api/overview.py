@@ -139,8 +139,7 @@ class Overview:
 
 
 def _sample_of(node: Node, now: float) -> Sample:
-    load = node.load
-    return Sample(now, node.num_generated_tokens, max(0, load.num_prompt_tokens - load.num_cached_tokens))
+    return Sample(now, node.num_generated_tokens, node.load.num_prefill_tokens)
 
 
 def _rate(first: Sample, latest: Sample, number: int) -> float:

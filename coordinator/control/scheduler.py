@@ -163,13 +163,13 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Return the number of requests that have their first token in the current attempt."""
-        return sum(request.state > State.PREFILLING for request in self._requests.values())
+        """Return the number of requests whose prefill has begun, as far as nodes have reported."""
+        return sum(request.timeline.phase is not Phase.PREFILL_QUEUE for request in self._requests.values())
 
     @property
     def num_waiting(self) -> int:
         """Return the number of requests without a first token in the current attempt."""
-        return len(self._requests) - self.num_running
+        return sum(request.state <= State.PREFILLING for request in self._requests.values())
 
     @property
     def num_waiting_for_nodes(self) -> int:
@@ -189,6 +189,11 @@ class Scheduler:
         """Return the number of requests by phase; None stands for those that wait for nodes to attach."""
         requests = self._requests.values()
         return Counter(None if each.state is State.WAITING_FOR_NODES else each.timeline.phase for each in requests)
+
+    @property
+    def num_queued(self) -> int:
+        """Return the number of requests whose prefill has not begun, as far as nodes have reported."""
+        return len(self._requests) - self.num_running
 
     @property
     def num_nodes_needed(self) -> int:
@@ -618,6 +623,8 @@ class Scheduler:
 
     def _progress(self, request: Request, node: Node, event: fleet_pb2.Progress, now: float) -> list[Instruction]:
         if node is request.attempt.prefill:
+            if request.timeline.phase is Phase.PREFILL_QUEUE:
+                request.timeline.enter(Phase.PREFILL, now, ago_s=event.prefill_s)
             self._ledger.progressed(request.request_id, node, event.num_left)
         return []
 

@@ -170,6 +170,7 @@ class NodeRequest:
     is_counted: bool = False  # its prompt has been counted, here or where the request began
     has_first_token: bool = False  # sampled here, or, as the coordinator reports, on the prefill node
     prefill_began_s: float | None = None  # start of the first step that computed some of the prompt
+    has_reported_progress: bool = False  # whether the coordinator knows that the prefill has begun
     num_in_step: int = 0  # tokens that the running step, or the one planned behind it, may add; 0: in no step
     ending: dict[str, Any] | None = None  # the report to the coordinator when nothing is held any more; {}: none
     num_given: int = field(init=False)  # tokens that came with the command

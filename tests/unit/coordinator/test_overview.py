@@ -214,7 +214,7 @@ def test_rates_are_those_of_the_last_seconds():
         node.num_generated_tokens += 5
         world.registry.heartbeat(
             world.registry.find("p0"),
-            events.heartbeat(num_prompt_tokens=20 * second, num_cached_tokens=8 * second).heartbeat,
+            events.heartbeat(num_prefill_tokens=12 * second).heartbeat,
             float(second),
         )
         overview.tick(float(second))

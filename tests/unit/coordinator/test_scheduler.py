@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.control.instructions import RESEND_S
-from coordinator.control.request import ONE_EVENT_S
+from coordinator.control.request import ONE_EVENT_S, Phase
 from coordinator.control.scheduler import MAX_EARLY_TOKENS
 from protos import fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
@@ -194,6 +194,20 @@ def test_a_failed_transfer_moves_the_request_away_from_both_ends(world, reason, 
     other = "d0" if reporter == "p0" else "p0"
     migrated = world.tell(reporter, events.failed(world.attempt, reason))
     assert migrated == [f"cancel {other}", "reserve d1", "prefill p1"]
+
+
+def test_a_prefill_of_several_steps_is_seen_before_it_ends_and_counts_though_its_node_is_lost(world):
+    world.submit()
+    assert world.scheduler.phases() == {Phase.PREFILL_QUEUE: 1}
+    world.tell("p0", events.progress(world.attempt, 4, prefill_s=2.0), now=5.0)
+    world.tell("p0", events.progress(world.attempt, 2, prefill_s=3.0), now=6.0)
+    assert world.scheduler.phases() == {Phase.PREFILL: 1}
+    world.lose("p0", now=7.0)
+    assert world.scheduler.phases() == {Phase.PREFILL_QUEUE: 1}
+    token = events.sampled(world.attempt, 0, 100, events.LENGTH)
+    world.tell("p1", events.first_token(token, prefill_s=1.0), now=10.0)
+    timeline = world.outcome.timeline
+    assert (timeline.prefill_queue_s, timeline.prefill_s) == (3.0 + 2.0, 4.0 + 1.0)
 
 
 @pytest.mark.parametrize(

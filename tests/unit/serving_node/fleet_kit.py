@@ -397,7 +397,7 @@ class Fleet:
                 self._token(node, token, is_first=False)
         elif kind == "first_token":
             self._token(node, event.first_token.token, is_first=True)
-        elif kind != "cache_changed":
+        elif kind not in ("cache_changed", "progress"):
             body = getattr(event, kind)
             epoch = body.attempt.epoch
             if (node, epoch) in self.lost:

@@ -164,7 +164,7 @@ class Harness:
                 story += [(kind, token.token_id) for token in event.step_tokens.tokens if _names(token, name)]
             elif kind == "first_token" and _names(event.first_token, name):
                 story.append((kind, event.first_token.token.token_id))
-            elif kind not in ("cache_changed", "first_token") and _names(getattr(event, kind), name):
+            elif kind not in ("cache_changed", "first_token", "progress") and _names(getattr(event, kind), name):
                 story.append((kind, None))
         return story
 

@@ -387,8 +387,13 @@ class Node(Ports):
     # ---- what it tells ----
 
     def words(self, name):
-        """The kinds of what was told of a request, in order."""
+        """The kinds of what was told of a request, in order, but for the progress of its prefill."""
         return [kind for kind, _ in self._of(name)]
+
+    def progress(self, name):
+        """The tokens left and the time of its prefill, each time that they were reported."""
+        reports = [event.progress for event in self.events if event.WhichOneof("event") == "progress"]
+        return [(each.num_left, round(each.prefill_s, 6)) for each in reports if _names(each, name)]
 
     def tokens(self, name):
         """The tokens that were told of a request. Their places in the answer are checked."""
@@ -414,7 +419,7 @@ class Node(Ports):
             kind = event.WhichOneof("event")
             if kind == "step_tokens":
                 story += [(kind, token) for token in event.step_tokens.tokens if _names(token, name)]
-            elif kind != "cache_changed" and _names(getattr(event, kind), name):
+            elif kind not in ("cache_changed", "progress") and _names(getattr(event, kind), name):
                 story.append((kind, event.first_token.token if kind == "first_token" else None))
         return story
 

@@ -149,6 +149,7 @@ def test_a_prompt_that_is_preempted_in_the_middle_begins_again_and_counts_once()
         assert node.step()[1] == ("young", start, 3)
     assert node.words("young") == ["first_token"]
     assert node.event("young", "first_token").prefill_s == 5 * STEP_S  # since it was first begun
+    assert node.progress("young") == [(6, STEP_S)], "once, that it has begun"
     load = node.load
     assert (load.num_prompt_tokens, load.num_cached_tokens, load.num_preemptions) == (7 + 9, 0, 1)
     node.steps()

@@ -46,7 +46,7 @@ def test_it_is_no_prompt_of_the_node_that_it_comes_to_nor_if_it_gives_way_there(
     node = Node(num_blocks=10)
     request = node.reserve("a", prompt_of(PROMPT) + ANSWER[:2], num_prompt_tokens=PROMPT, max_tokens=20, ahead=6)
     node.arrive(request, num_tokens=5)
-    assert node.load.num_prompt_tokens == 0
+    assert (node.load.num_prompt_tokens, node.load.num_prefill_tokens) == (0, 0)
     node.local("old", 13, age=0, max_tokens=8)
     node.steps()
     assert node.load.num_preemptions > 0

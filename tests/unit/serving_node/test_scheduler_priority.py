@@ -164,7 +164,8 @@ def test_a_prompt_of_which_half_is_computed_is_read_to_the_end(num_tokens, is_re
     assert node.step() == [("begun", 0, BUDGET)]
     node.tick(10.0)
     assert node.step() == ([] if is_refused else [("begun", BUDGET, BUDGET)])
-    assert node.words("begun") == ["progress", "failed" if is_refused else "first_token"]
+    assert node.words("begun") == ["failed" if is_refused else "first_token"]
+    assert [num_left for num_left, _ in node.progress("begun")] == [num_tokens - BUDGET]
     node.check_empty()
 
 
@@ -201,7 +202,7 @@ def test_an_answer_that_goes_on_is_refused_nowhere():
         "again", 9, num_prompt_tokens=5, max_tokens=20, due=a_due(tpot_s=0.01, since_first_s=10.0, refuses_late=True)
     )
     node.steps()
-    assert set(node.words("again")) == {"progress", "first_token", "step_tokens"}
+    assert set(node.words("again")) == {"first_token", "step_tokens"}
 
 
 def test_what_is_in_the_cache_is_not_to_be_read_and_makes_nobody_late():
