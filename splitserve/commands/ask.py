@@ -160,11 +160,11 @@ def generate(
         if as_json:
             _print_json(chunks)
             return
-        completions = _print_text(chunks)
-    for index, completion in sorted(completions.items()):
-        asking.report_end(completion, f"Answer {index + 1}: " if len(completions) > 1 else "")
+        ends = _print_text(chunks)
+    for index, (completion, request_id) in sorted(ends.items()):
+        asking.report_end(completion, f"Answer {index + 1}: " if len(ends) > 1 else "")
         if with_timeline:
-            stderr.print(timeline_view(completion))
+            stderr.print(timeline_view(completion, request_id))
 
 
 @click.command()
@@ -277,9 +277,12 @@ def _print_turn(asking: Asking, ask: Ask) -> str:
     return "".join(answer)
 
 
-def _print_text(chunks: Iterable[Chunk]) -> dict[int, Completion]:
-    """Stream output 0, and print further outputs when they are complete. Returns how each ended, by index."""
-    completions: dict[int, Completion] = {}
+def _print_text(chunks: Iterable[Chunk]) -> dict[int, tuple[Completion, str]]:
+    """Stream output 0, and print further outputs when they are complete.
+
+    Returns the completion of each output and the id of its request, by index.
+    """
+    ends: dict[int, tuple[Completion, str]] = {}
     later: dict[int, str] = {}
     for chunk in chunks:
         if chunk.index == 0:
@@ -287,11 +290,11 @@ def _print_text(chunks: Iterable[Chunk]) -> dict[int, Completion]:
         else:
             later[chunk.index] = later.get(chunk.index, "") + chunk.text
         if chunk.completion is not None:
-            completions[chunk.index] = chunk.completion
+            ends[chunk.index] = (chunk.completion, chunk.request_id)
     click.echo()
     for index in sorted(later):
         click.echo(f"--- answer {index + 1}\n{later[index]}")
-    return completions
+    return ends
 
 
 def _print_json(chunks: Iterable[Chunk]) -> None:

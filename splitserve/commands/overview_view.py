@@ -92,7 +92,7 @@ def _rates(overview: Overview) -> Text:
 
 
 def _times_table(overview: Overview) -> Table:
-    numbers = ("requests", "TTFT ms p50/90/99", "TPOT ms p50/90/99", "met")
+    numbers = ("reqs", "TTFT ms p50/90/99", "TPOT ms p50/90/99", "attained")
     table = plain_table(f"last {overview.window_s:.0f} s", numbers=numbers, gap=1)
     table.add_column("SLO", overflow="ellipsis", no_wrap=True)
     for each in overview.times:

@@ -141,5 +141,5 @@ async def _show_answer(cluster: Cluster, question: str) -> None:
             click.echo(chunk.text, nl=False)
             if chunk.completion is not None:
                 click.echo("\n")
-                stdout.print(timeline_view(chunk.completion))
+                stdout.print(timeline_view(chunk.completion, chunk.request_id))
     stdout.print(f"\nFirst token {first_token_after_s:.1f} s after this command was started.")

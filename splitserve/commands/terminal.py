@@ -103,8 +103,8 @@ def shown(*, is_live: bool, is_full: bool = False) -> Iterator[Callable[[Rendera
         yield stdout.print
 
 
-def timeline_view(completion: Completion) -> Group:
-    """Return where a request's time went: a table of its phases, and a proportional bar."""
+def timeline_view(completion: Completion, request_id: str) -> Group:
+    """Return where a request's time went: a table of its phases, a proportional bar, and the request's id."""
     timeline = completion.timeline
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("phase")
@@ -116,7 +116,7 @@ def timeline_view(completion: Completion) -> Group:
         share = seconds / timeline.e2e_s if timeline.e2e_s else 0.0
         table.add_row(f"[{style}]{mark}[/] {name}", f"{seconds * 1e3:.1f}", f"{share:.0%}", _where(timeline, field))
     table.add_row("  [bold]end to end[/]", f"[bold]{timeline.e2e_s * 1e3:.1f}[/]", "", _summary(completion))
-    return Group(table, *_savings(completion), *_limits(completion), _bar(timeline))
+    return Group(table, *_savings(completion), *_limits(completion), _bar(timeline), Text(f"  request {request_id}"))
 
 
 def status_view(model: ModelInfo, server: ServerInfo, loads: Loads) -> Group:
@@ -185,7 +185,7 @@ def _node_row(load: NodeLoad, info: NodeInfo | None) -> tuple[str, ...]:
         str(load.num_running),
         str(load.num_waiting),
         f"{load.step_s * 1e3:.1f}" if load.step_s else "-",
-        f"{load.prefill_tokens_per_s:.0f}" if load.prefill_tokens_per_s else "-",
+        f"{load.prefill_tokens_per_s:.0f}" if load.shape.prefills and load.prefill_tokens_per_s else "-",
         _ranks_text(engine) or str(max(1, len(load.ranks))),
         f"{load.rss_bytes / MIB:.0f}",
         shape_text(load.shape),
@@ -229,7 +229,7 @@ def _cache_table(nodes: list[NodeLoad]) -> Table:
 
 def _class_table(classes: Sequence[SloClassLoad]) -> Table:
     """Return the table of SLO attainment by class."""
-    table = plain_table("class", "limits", numbers=("answers", "in time", "TTFT kept", "TPOT kept"))
+    table = plain_table("class", "limits", numbers=("requests", "attained", "TTFT attained", "TPOT attained"))
     for each in classes:
         shares = [
             f"{number / each.num_sequences:.1%}" if each.num_sequences else "-"
@@ -288,7 +288,7 @@ def _limits(completion: Completion) -> list[str]:
     if attainment is None:
         return []
     parts = [
-        f"{name} within {limit_ms:g} ms: {'kept' if is_met else 'missed'}"
+        f"{name} within {limit_ms:g} ms: {'attained' if is_met else 'missed'}"
         for name, limit_ms, is_met in (
             ("TTFT", attainment.ttft_ms, attainment.ttft_met),
             ("TPOT", attainment.tpot_ms, attainment.tpot_met),

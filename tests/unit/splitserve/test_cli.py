@@ -119,8 +119,11 @@ def test_status_tells_of_nodes_that_flap_or_are_slow(run, script):
     assert "d0 is slow: up to 2.5 s lately between two heartbeats" in lines
 
 
-def test_status_shows_how_limits_are_kept(run):
-    rows = [line.split() for line in run("status").stdout.splitlines()]
+def test_status_shows_attainment_by_class(run):
+    lines = run("status").stdout.splitlines()
+    [titles] = [re.split(" {2,}", line.rstrip()) for line in lines if line.startswith("class")]
+    assert titles == ["class", "limits", "requests", "attained", "TTFT attained", "TPOT attained"]
+    rows = [line.split() for line in lines]
     assert [row for row in rows if row[:1] == ["chat"]] == [["chat", "ttft:500", "8", "62.5%", "87.5%", "75.0%"]]
 
 

@@ -225,8 +225,9 @@ def test_the_timeline_is_a_table_and_a_bar_in_proportion(run):
     assert rows["decode"][-3:] == ["400.0", "40%", "d0"]
     assert "1001.0" in rows["end to end"]
     assert "first after 510.0 ms" in shown
-    bar = shown.splitlines()[-1]
+    bar, last = shown.splitlines()[-2:]
     assert [bar.count(mark) for mark in "█▓▒"] == [30, 6, 24]
+    assert last == "  request r1"
 
 
 @pytest.mark.parametrize(
@@ -303,7 +304,7 @@ def test_limits_reach_the_server_and_the_timeline_tells_what_became_of_them(run,
     result = run("generate", "hi", "--ttft-ms", "500", "--tpot-ms", "7.5", "--slo-class", "chat", "--timeline")
     (request,) = script.requests
     assert (request.ttft_ms, request.tpot_ms, request.slo_class) == (500.0, 7.5, "chat")
-    assert "  TTFT within 500 ms: kept · TPOT within 7.5 ms: missed\n" in result.stderr
+    assert "  TTFT within 500 ms: attained · TPOT within 7.5 ms: missed\n" in result.stderr
 
 
 def test_a_priority_reaches_the_server(run, script):

@@ -97,6 +97,7 @@ def test_a_frame_tells_of_nodes_phases_rates_and_times(script, target):
     [phases] = [line for line in result.stdout.splitlines() if line.startswith("live")]
     assert re.split(" {2,}", phases.rstrip()) == ["live", "prefill queue", "prefill", "alloc", "transfer",
                                                   "decode queue", "decode", "no node"]  # fmt: skip
+    assert shown["last"][-2:] == ["attained", "SLO"]
     assert shown["1004"] == ["2", "1", "0", "1", "0", "1000", "0"]
     assert "tokens/s: 346 generation, 123k prompt · 3.4 requests/s" in result.stdout
     assert shown["all"] == ["1012", "123/456/12345", "12/46/123", "75%"]

@@ -381,7 +381,7 @@ function facts(request) {
   if (request.num_restarts) add("restarts", String(request.num_restarts));
   for (const limit of ["ttft", "tpot"])
     if (request.attainment?.[`${limit}_ms`] !== undefined)
-      add(`${limit.toUpperCase()} SLO`, `${request.attainment[`${limit}_ms`]} ms ${request.attainment[`${limit}_met`] ? "kept" : "missed"}`);
+      add(`${limit.toUpperCase()} SLO`, `${request.attainment[`${limit}_ms`]} ms ${request.attainment[`${limit}_met`] ? "attained" : "missed"}`);
   return line;
 }
 
