@@ -3,11 +3,12 @@
 from collections.abc import Collection
 from typing import Final
 
-NUM_COMMON: Final = 10
+NUM_COMMON: Final = 11
 COMMON: Final = (
     *("prefill", "decode", "mixed", "coordinator", "kv_bind", "engine", "tensor_parallel_size"),
     *("dtype", "quantization", "kv_cache_memory_bytes", "max_num_seqs", "max_model_len", "slo_class"),
-    *("http_port", "host", "http_host", "fleet_host", "fleet_port", "api_key", "fleet_secret", "served_model_name"),
+    *("http_port", "grpc_port", "host", "http_host", "fleet_host", "fleet_port"),
+    *("api_key", "fleet_secret", "served_model_name"),
 )
 GROUPS: Final = {
     "Model": (

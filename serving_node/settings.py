@@ -111,8 +111,8 @@ class NodeSettings:
     )
     kv_bind: str = flag(
         "",
-        "Listen for KV blocks at this endpoint: tcp://HOST:PORT or ipc://PATH (zmq), dist://HOST:PORT "
-        "(torch_dist); default: within this machine.",
+        "Listen for KV blocks at this endpoint: tcp://HOST:PORT or ipc://PATH (zmq), dist://HOST:PORT (torch_dist). "
+        "HOST may be an interface, PORT * for any free one: tcp://eth0:*. Default: within this machine.",
     )
     kv_shared_memory: bool = flag(
         True,

@@ -18,7 +18,11 @@ class VllmSettings:
     model: str = flag("", "Folder with config.json and safetensors files.", positional=True)
     link: LinkSettings = field(default_factory=LinkSettings)
     max_num_queued: int = flag(1024, "Hold at most this many requests; further ones go to other nodes.", minimum=1)
-    kv_bind: str = flag("", "Listen for KV blocks at this endpoint: tcp://HOST:PORT or ipc://PATH.")
+    kv_bind: str = flag(
+        "",
+        "Listen for KV blocks at this endpoint: tcp://HOST:PORT or ipc://PATH. HOST may be an interface, PORT * for "
+        "any free one: tcp://eth0:*. Default: within this machine.",
+    )
     kv_shared_memory: bool = flag(
         True, "Send KV blocks through shared memory to nodes of the same machine that allow it too."
     )
