@@ -32,6 +32,19 @@ MODEL_ARCHS = {
     "olmoe": gguf.MODEL_ARCH.OLMOE,
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "cohere": gguf.MODEL_ARCH.COMMAND_R,
+    "cohere2": gguf.MODEL_ARCH.COHERE2,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+}
+INTERLEAVED: Final = (gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.SMOLLM3)
+SCALES: Final = {  # methods of the writer, and what they are given from config.json
+    "add_attention_scale": "attention_multiplier",
+    "add_embedding_scale": "embedding_multiplier",
+    "add_residual_scale": "residual_multiplier",
+    "add_logit_scale": "logits_scaling",
 }
 MIXTURES: dict[str, dict[str, Any]] = {  # sizes that blocks of 32 divide, and what files cannot say
     "mixtral": {"sliding_window": None},
@@ -63,6 +76,9 @@ def write_gguf(
     said = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[MODEL_ARCHS[family]], split_max_tensors=part_tensors)
     _add_config(writer, said)
+    _add_scales(writer, said)
+    if family in MIXTURES:
+        _add_experts(writer, said)
     _add_tokenizer(writer)
     kind = gguf.GGMLQuantizationType[stored]
     tensors = _rounded(folder / "model.safetensors", kind)
@@ -93,9 +109,14 @@ def _add_config(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
     writer.add_feed_forward_length(said["intermediate_size"])
     writer.add_head_count(said["num_attention_heads"])
     writer.add_head_count_kv(said["num_key_value_heads"])
-    writer.add_key_length(said["head_dim"])
-    writer.add_value_length(said["head_dim"])
-    writer.add_layer_norm_rms_eps(said["rms_norm_eps"])
+    head_dim = said.get("head_dim", said["hidden_size"] // said["num_attention_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if "layer_norm_eps" in said:
+        writer.add_layer_norm_eps(said["layer_norm_eps"])
+        writer.add_logit_scale(said["logit_scale"])
+    else:
+        writer.add_layer_norm_rms_eps(said["rms_norm_eps"])
     writer.add_vocab_size(said["vocab_size"])
     ropes = said["rope_parameters"]
     rope = ropes.get("full_attention", ropes)  # of Gemma 3, whose other rope llama.cpp knows
@@ -104,15 +125,20 @@ def _add_config(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
     if not said["model_type"].startswith("gemma"):
-        writer.add_rope_dimension_count(said["head_dim"])
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     elif said["model_type"] != "gemma":
         writer.add_sliding_window(said["sliding_window"])
         for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
             if said[cap] is not None:
                 getattr(writer, f"add_{cap}")(said[cap])
+    if said["model_type"] in ("cohere2", "phi3"):
+        writer.add_sliding_window(said["sliding_window"])
 
-    if said["model_type"] in MIXTURES:
-        _add_experts(writer, said)
+
+def _add_scales(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
+    for add, ours in SCALES.items():
+        if ours in said:
+            getattr(writer, add)(said[ours])
 
 
 def _add_experts(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
@@ -171,7 +197,7 @@ def _add_tensors(
     names = gguf.get_tensor_name_map(MODEL_ARCHS[family], said["num_hidden_layers"])
     for name, tensor in tensors.items():
         heads = {"q_proj": said["num_attention_heads"], "k_proj": said["num_key_value_heads"]}
-        if MODEL_ARCHS[family] is gguf.MODEL_ARCH.LLAMA and (num_heads := heads.get(name.split(".")[-2])):
+        if MODEL_ARCHS[family] in INTERLEAVED and (num_heads := heads.get(name.split(".")[-2])):
             halves = tensor.reshape(num_heads, 2, -1, *tensor.shape[1:])
             tensor = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
         if family.startswith("gemma") and name.endswith("norm.weight"):

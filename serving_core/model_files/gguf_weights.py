@@ -38,6 +38,7 @@ NORMS_OF_OUTPUTS: Final = {  # of models with norms before and behind attention 
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+FUSED: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 GATES_AND_SHARED: Final = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -78,7 +79,9 @@ FOUR_NORMS: Final = Names(IN_LAYER | NORMS_OF_OUTPUTS)
 NAMES: Final = {
     "gemma2": FOUR_NORMS,
     "gemma3": FOUR_NORMS,
+    "olmo2": FOUR_NORMS,
     "olmoe": MIXTURE,
+    "phi3": Names(IN_LAYER | FUSED),
     "qwen2moe": MIXTURE,
     "qwen3moe": MIXTURE,
 }  # other architectures use PLAIN, and Llama with experts uses MIXTRAL
@@ -133,6 +136,7 @@ def _of_layer(path: list[str], tensor: GgufTensor, names: Names, num_experts: ob
 LINK: Final = "model.gguf"
 SOURCE: Final = "model.gguf.source"  # file with the digest of the folder's source
 
+INTERLEAVING: Final = ("granite", "llama", "smollm3")
 GEMMAS: Final = ("gemma", "gemma2", "gemma3")
 INTERLEAVED: Final = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
 Identity = tuple[int, ...]
@@ -156,7 +160,7 @@ class GgufWeights:
 
     def is_interleaved(self, name: str) -> bool:
         """Return whether the rows of each head in a tensor alternate between its halves, as llama.cpp has Llama's."""
-        return self._architecture == "llama" and name.endswith(INTERLEAVED)
+        return self._architecture in INTERLEAVING and name.endswith(INTERLEAVED)
 
     def addend(self, name: str) -> float:
         """Return the number that was added to a tensor when it was written: 1 for Gemma's norms, else 0.

@@ -11,18 +11,24 @@ from typing import Any, Final
 from serving_core.errors import ModelError
 from serving_core.json_fields import JsonFields
 from serving_core.model_files.gguf_header import ROPE_FACTORS, GgufModel
-from splitserve.gguf import experts, gemma
+from splitserve.gguf import experts, families, gemma
 
 ARCHITECTURES: Final = {  # Mistral and Mixtral models are named llama too
+    "cohere2": ("Cohere2ForCausalLM", "cohere2"),
+    "command-r": ("CohereForCausalLM", "cohere"),
     "gemma": ("GemmaForCausalLM", "gemma"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "granite": ("GraniteForCausalLM", "granite"),
     "llama": ("LlamaForCausalLM", "llama"),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2"),
     "olmoe": ("OlmoeForCausalLM", "olmoe"),
+    "phi3": ("Phi3ForCausalLM", "phi3"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
 }
 SERVED_AS: Final = "bfloat16"
 USED: Final = {
@@ -34,9 +40,8 @@ USED: Final = {
     "attention.head_count_kv",
     "attention.key_length",
     "attention.value_length",
-    "attention.layer_norm_rms_epsilon",
     "attention.sliding_window",
-    "rope.dimension_count",
+    families.ROTATED,
     "rope.freq_base",
     "rope.scale_linear",
     "rope.scaling.type",
@@ -54,6 +59,7 @@ NEUTRAL: Final = {  # supported with this value only
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
 }
+LONG_FACTORS: Final = "rope_factors_long.weight"
 POOLING: Final = "pooling_type"
 POOLINGS: Final = {1: "mean_tokens", 3: "lasttoken"}  # llama.cpp's numbers for the names of sentence-transformers
 ENDINGS: Final = ("eos", "eot", "eom")  # end of a text, a turn, a message to a tool
@@ -88,15 +94,16 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
         raise ModelError(f"{where} has architecture {name!r:.80}; supported are {', '.join(ARCHITECTURES)}")
     own = {key.removeprefix(f"{name}."): value for key, value in model.metadata.items() if key.startswith(f"{name}.")}
     of_experts = experts.used_of(name, own)
-    _refuse_unknown(own, gemma.USED.get(name, of_experts), where)
+    also_used = of_experts | gemma.USED.get(name, set()) | families.USED.get(name, set()) | {families.epsilon(name)}
+    _refuse_unknown(own, also_used, where)
     fields = JsonFields(own, where)
     architecture, model_type = ARCHITECTURES[name]
     hidden_size, num_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     context = fields.integer("context_length")
-    _refuse_unserved(fields, head_dim)
+    _refuse_unserved(fields, head_dim, may_rotate_less=name in families.ROTATES_LESS)
     rope = _rope(fields, _rope_factors(model, head_dim))
-    if name not in gemma.USED:
+    if name not in gemma.USED and name not in families.HAS_WINDOW:
         _refuse_window(fields, context)
     config = {
         "architectures": [architecture],
@@ -109,7 +116,7 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
         "num_key_value_heads": fields.integer("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": context,
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        families.EPSILONS[families.epsilon(name)]: fields.number(families.epsilon(name)),
         "attention_bias": "blk.0.attn_q.bias" in model.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in model.tensors,
         "tie_word_embeddings": "output.weight" not in model.tensors,
@@ -118,6 +125,8 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
     }
     if name in gemma.USED:
         config |= gemma.gemma_config(name, fields, rope)
+    if name in families.USED:
+        config |= families.family_config(name, fields, head_dim, rope)
     if of_experts:
         config |= experts.experts_config(name, fields, model.tensors, where)
     return config
@@ -166,8 +175,8 @@ def _refuse_unknown(own: Mapping[str, Any], also_used: AbstractSet[str], where: 
             raise ModelError(f"{where} says {key} {value!r:.40}, and a model with that cannot be served")
 
 
-def _refuse_unserved(fields: JsonFields, head_dim: int) -> None:
-    for key in ("rope.dimension_count", "attention.value_length"):
+def _refuse_unserved(fields: JsonFields, head_dim: int, *, may_rotate_less: bool) -> None:
+    for key in ("attention.value_length",) if may_rotate_less else ("attention.value_length", families.ROTATED):
         if fields.integer(key, head_dim) != head_dim:
             raise fields.error(key, f"as large as a head ({head_dim})")
 
@@ -189,6 +198,8 @@ def _vocab_size(model: GgufModel, where: str) -> int:
 
 def _rope_factors(model: GgufModel, head_dim: int) -> list[float]:
     """Return the divisors of the frequencies, which llama.cpp stores instead of the parameters of Llama 3's rope."""
+    if LONG_FACTORS in model.tensors:
+        raise ModelError(f"the file has {LONG_FACTORS}, and a rope that depends on a text's length cannot be served")
     if (tensor := model.tensors.get(ROPE_FACTORS)) is None:
         return []
     if tensor.shape != (head_dim // 2,) or tensor.type.name != "F32":

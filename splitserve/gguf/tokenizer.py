@@ -46,7 +46,9 @@ class Splitting:
 SPLITTINGS: Final = {
     "gpt-2": Splitting(),
     "olmo": Splitting(composes=True),
-    "smollm": Splitting(digits_alone=True),
+    "command-r": Splitting(digits_alone=True, composes=True),
+    "dbrx": Splitting(_LLAMA_3),
+    **dict.fromkeys(("refact", "smollm", "starcoder"), Splitting(digits_alone=True)),
     "qwen2": Splitting(_QWEN_2, composes=True),
     "deepseek-r1-qwen": Splitting(_QWEN_2),
     "tekken": Splitting(_TEKKEN, takes_whole_words=True, adds_bos=True),

@@ -143,6 +143,28 @@ def test_gemma_answers_as_transformers_does_from_what_the_file_was_made_of(made,
     assert answers(folder) == answers(written, dtype="bfloat16")  # norms too are what they were
 
 
+WHOLE_HEADS = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+FAMILIES_OF_TRANSFORMERS = {
+    "cohere": {},
+    "cohere2": {"layer_types": None, "num_hidden_layers": 5},
+    "granite": {},
+    "olmo2": {},
+    "phi3": {},
+    "smollm3": {"no_rope_layers": None, "layer_types": None, "use_sliding_window": False, "num_hidden_layers": 5},
+}
+
+
+@pytest.mark.parametrize(("family", "config"), FAMILIES_OF_TRANSFORMERS.items(), ids=FAMILIES_OF_TRANSFORMERS)
+def test_other_families_answer_as_transformers_does_from_what_the_file_was_made_of(made, family, config):
+    """transformers' own reading of a file knows few of them."""
+    file, folder = made(family, **{**WHOLE_HEADS, **config})
+    written = file.with_suffix("")
+    found, known = read_model_config(folder), read_model_config(written)
+    assert (found.rope, found.sliding_windows) == (known.rope, known.sliding_windows)
+    check_answers(answers(folder, dtype="float32"), transformers_model(written))
+    assert answers(folder, dtype="float32") == answers(written, dtype="float32")
+
+
 def test_a_file_without_quantization_answers_as_the_folder_it_was_made_of(made):
     file, folder = made("qwen2")
     assert answers(folder, dtype="float32") == answers(file.with_suffix(""), dtype="float32")

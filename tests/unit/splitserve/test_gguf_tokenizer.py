@@ -112,8 +112,10 @@ def decode(folder, token_ids):
     return asyncio.run(read_tokenizer(folder).decode(token_ids))
 
 
-# How smollm splits is not known to transformers: the demo model's own test has it.
-@pytest.mark.parametrize("pre", sorted(set(SPLITTINGS) - {"smollm"}))
+DIGITS_ALONE = {pre for pre, splitting in SPLITTINGS.items() if splitting.digits_alone}
+
+
+@pytest.mark.parametrize("pre", sorted(set(SPLITTINGS) - DIGITS_ALONE))  # transformers' reader does not know theirs
 def test_byte_level_ones_equal_those_of_transformers(make_bytes, pre):
     file, folder = make_bytes(pre, add_bos_token=False)
     theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -121,6 +123,16 @@ def test_byte_level_ones_equal_those_of_transformers(make_bytes, pre):
         token_ids = encode(folder, text)
         assert token_ids == theirs.encode(text, add_special_tokens=False), text
         assert decode(folder, token_ids) == text
+
+
+@pytest.mark.parametrize("pre", sorted(DIGITS_ALONE))
+def test_those_that_take_digits_alone_equal_that_of_cohere(make_bytes, byte_tokens, pre):
+    _, folder = make_bytes(pre, add_bos_token=False)
+    tokens = {token: token_id for token_id, token in enumerate([*byte_tokens, *SPECIAL, USER_DEFINED])}
+    pairs = [tuple(merge.split(" ")) for merge in merges_of(byte_tokens)]
+    theirs = transformers.CohereTokenizer(vocab=tokens, merges=pairs)
+    for text in TEXTS[:-2]:  # without special tokens
+        assert encode(folder, text) == theirs.encode(text, add_special_tokens=False), text
 
 
 @pytest.mark.nightly
@@ -132,7 +144,7 @@ def test_the_splittings_differ(make_bytes):
     assert len(asyncio.run(digits["smollm"].encode("2024", ENOUGH, add_special_tokens=False))) == 4
 
 
-@pytest.mark.parametrize(("pre", "plain"), [("qwen2", "deepseek-r1-qwen"), ("olmo", "gpt-2")])
+@pytest.mark.parametrize(("pre", "plain"), [("qwen2", "deepseek-r1-qwen"), ("olmo", "gpt-2"), ("command-r", "refact")])
 def test_some_compose_characters(make_bytes, pre, plain):
     composed, decomposed = "é", unicodedata.normalize("NFD", "é")
     assert encode(make_bytes(pre)[1], decomposed) == encode(make_bytes(pre)[1], composed)

@@ -1,0 +1,76 @@
+"""What a GGUF file says of a Cohere, Granite, OLMo 2, Phi-3 or SmolLM3 model: the config of it, or one sentence."""
+
+import gguf
+import numpy as np
+import pytest
+
+from serving_core.errors import ModelError
+from serving_core.model_files.config import read_model_config
+from splitserve.gguf.folder import gguf_folder
+from tests.gguf_files import replace, write_gguf
+
+Kind = gguf.GGUFValueType
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Writes a file, changed, and gives its folder."""
+
+    def make(family, change=lambda writer: None, **options):
+        file = write_gguf(tmp_path / "tiny.gguf", family, change=change, num_hidden_layers=4, **options)
+        return gguf_folder(file, tmp_path / "cache")
+
+    return make
+
+
+def saying(key, value, kind=Kind.UINT32):
+    return lambda writer: replace(writer, key, value, kind)
+
+
+def without(*keys):
+    return lambda writer: [writer.kv_data[0].pop(key) for key in keys]
+
+
+def test_scales_that_a_file_lacks_are_neutral(make):
+    scales = [f"granite.{key}" for key in ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")]
+    found = read_model_config(make("granite", without(*scales))).differences
+    assert (found.embedding_scale, found.residual_scale, found.logit_scale) == (1.0, 1.0, 1.0)
+    assert found.score_scale == 16**-0.5  # that of a head
+
+
+@pytest.mark.parametrize(("share", "rotated"), [(0.5, 8), (1.0, None)])
+def test_of_phi_3_a_part_of_a_head_may_be_rotated(make, share, rotated):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}
+    assert read_model_config(make("phi3", rope_parameters=rope)).differences.rotary_dim == rotated
+
+
+@pytest.mark.parametrize(("window", "windows"), [(0, {None}), (24, {24})])
+def test_phi_3_may_have_a_window_in_all_layers(make, window, windows):
+    folder = make("phi3", saying("phi3.attention.sliding_window", window))
+    assert set(read_model_config(folder).sliding_windows) == windows
+
+
+def adding(name, *shape):
+    return lambda writer: writer.add_tensor(name, np.zeros(shape, np.float32))
+
+
+REFUSED = {
+    "a window of OLMo 3": ("olmo2", saying("olmo2.attention.sliding_window", 64), "must be absent, 0 or the context"),
+    "factors by length": ("phi3", adding("rope_factors_long.weight", 8), "has rope_factors_long.weight, and a rope"),
+    "no epsilon": ("cohere", without("command-r.attention.layer_norm_epsilon"), "layer_norm_epsilon is missing"),
+    "no logit scale": ("cohere2", without("cohere2.logit_scale"), "logit_scale is missing in tiny.gguf"),
+    "no window": ("cohere2", without("cohere2.attention.sliding_window"), "sliding_window is missing in tiny.gguf"),
+    "a scale of zero": ("granite", saying("granite.logit_scale", 0.0, Kind.FLOAT32), "logit_scale in tiny.gguf must"),
+    "a scale of another": ("smollm3", saying("smollm3.logit_scale", 2.0, Kind.FLOAT32), "says logit_scale 2.0, and"),
+    "too much rotated": ("phi3", saying("phi3.rope.dimension_count", 32), "partial_rotary_factor 2 is not supported"),
+    "an odd rotation": ("phi3", saying("phi3.rope.dimension_count", 7), "7 rotated elements of a head of 16"),
+    "half a head": ("granite", saying("granite.rope.dimension_count", 8), r"as large as a head \(16\), not 8"),
+    "experts": ("granite", saying("granite.expert_count", 8), "says expert_count 8, and a model with that"),
+}
+
+
+@pytest.mark.parametrize(("family", "change", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_served_is_a_sentence_and_leaves_nothing(make, tmp_path, family, change, sentence):
+    with pytest.raises(ModelError, match=sentence):
+        make(family, change)
+    assert not (tmp_path / "cache").exists() or list((tmp_path / "cache").iterdir()) == []
