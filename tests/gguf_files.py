@@ -38,6 +38,7 @@ MODEL_ARCHS = {
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
 }
 INTERLEAVED: Final = (gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.SMOLLM3)
 SCALES: Final = {  # methods of the writer, and what they are given from config.json
@@ -108,7 +109,11 @@ def _add_config(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
     writer.add_block_count(said["num_hidden_layers"])
     writer.add_feed_forward_length(said["intermediate_size"])
     writer.add_head_count(said["num_attention_heads"])
-    writer.add_head_count_kv(said["num_key_value_heads"])
+    num_kv_heads = said["num_key_value_heads"]
+    if said["model_type"] == "lfm2":
+        num_kv_heads = [0 if layer_type == "conv" else num_kv_heads for layer_type in said["layer_types"]]
+        writer.add_shortconv_l_cache(said["conv_L_cache"])
+    writer.add_head_count_kv(num_kv_heads)
     head_dim = said.get("head_dim", said["hidden_size"] // said["num_attention_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -116,7 +121,7 @@ def _add_config(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
         writer.add_layer_norm_eps(said["layer_norm_eps"])
         writer.add_logit_scale(said["logit_scale"])
     else:
-        writer.add_layer_norm_rms_eps(said["rms_norm_eps"])
+        writer.add_layer_norm_rms_eps(said["norm_eps"] if "norm_eps" in said else said["rms_norm_eps"])
     writer.add_vocab_size(said["vocab_size"])
     ropes = said["rope_parameters"]
     rope = ropes.get("full_attention", ropes)  # of Gemma 3, whose other rope llama.cpp knows
@@ -173,7 +178,7 @@ def _rounded(file: Path, kind: gguf.GGMLQuantizationType) -> dict[str, np.ndarra
 
 
 def _is_quantized(name: str, tensor: np.ndarray) -> bool:
-    return tensor.ndim > 1 and not name.endswith("shared_expert_gate.weight")
+    return tensor.ndim == 2 and not name.endswith("shared_expert_gate.weight")
 
 
 def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -205,6 +210,8 @@ def _add_tensors(
         kind = stored if _is_quantized(name, tensor) else gguf.GGMLQuantizationType.F32
         if name.endswith("shared_expert_gate.weight"):  # one row
             tensor = tensor[0]
+        if name.endswith("conv.conv.weight"):  # of one input channel
+            tensor = tensor[:, 0]
         theirs = names.get_name(OF_EXPERT.sub("", name), try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name
         if number := OF_EXPERT.search(name):

@@ -255,7 +255,11 @@ class GgufCheckpoint(Checkpoint):
         tensor, is_interleaved = self._weights.tensors[part.name], self._weights.is_interleaved(part.name)
         addend = self._weights.addend(part.name)
         is_vector = len(part.extents) == 1
-        rows, columns = (whole(1), part.extents[0]) if is_vector else part.extents
+        rows, columns = (whole(1), part.extents[0]) if is_vector else (part.extents[0], part.extents[-1])
+        between = [extent.total for extent in part.extents[1:-1]]
+        if math.prod(between) > 1:
+            shape = f"{part.name} has shape {list(part.shape)} in the GGUF file"
+            raise ModelError(f"{shape}; a dimension between the first and the last must be 1")
         step = max(1, PIECE_ELEMENTS // columns.total)
         if is_interleaved:  # whole heads
             step = self._head_dim * max(1, step // self._head_dim)
@@ -266,7 +270,8 @@ class GgufCheckpoint(Checkpoint):
             def read(piece: range) -> torch.Tensor:
                 floats = torch.from_numpy(_floats(file, tensor, piece, columns))
                 floats = floats[0] - addend if is_vector else floats
-                return _halves_of_heads(floats, self._head_dim) if is_interleaved else floats
+                floats = _halves_of_heads(floats, self._head_dim) if is_interleaved else floats
+                return floats.reshape(len(floats), *between, -1) if between else floats
 
             for first in range(0, len(pieces), self._at_once):
                 some = pieces[first : first + self._at_once]

@@ -19,7 +19,12 @@ from typing import Any, Final, NamedTuple
 from serving_core.errors import ModelError
 from serving_core.model_files.gguf_header import MOST_PARTS, ROPE_FACTORS, GgufTensor, open_parts, read_model
 
-OUTSIDE: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+OUTSIDE: Final = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",  # LFM2's norm of its output
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 IN_LAYER: Final = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -39,6 +44,20 @@ NORMS_OF_OUTPUTS: Final = {  # of models with norms before and behind attention 
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 FUSED: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+CONVOLUTION: Final = "shortconv.conv"  # a matrix in files, without the dimension of its one input channel
+CONVOLUTIONS: Final = {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    CONVOLUTION: "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
 GATES_AND_SHARED: Final = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -79,6 +98,7 @@ FOUR_NORMS: Final = Names(IN_LAYER | NORMS_OF_OUTPUTS)
 NAMES: Final = {
     "gemma2": FOUR_NORMS,
     "gemma3": FOUR_NORMS,
+    "lfm2": Names(IN_LAYER | CONVOLUTIONS),
     "olmo2": FOUR_NORMS,
     "olmoe": MIXTURE,
     "phi3": Names(IN_LAYER | FUSED),
@@ -121,16 +141,22 @@ def _of_checkpoint(
 
 
 def _of_layer(path: list[str], tensor: GgufTensor, names: Names, num_experts: object) -> list[tuple[str, GgufTensor]]:
+    if (part := ".".join(path)) in names.modules:
+        return [(names.modules[part], replace(tensor, shape=_shape(part, tensor.shape)))]
     match path:
-        case [part] if part in names.modules:
-            is_row = part == ONE_ROW and len(tensor.shape) == 1
-            return [(names.modules[part], replace(tensor, shape=(1, *tensor.shape)) if is_row else tensor)]
         case [part] if part.endswith(STACKED) and len(tensor.shape) == 3 and tensor.shape[0] == num_experts:
             ours = names.of_experts.get(part.removesuffix(STACKED))
             return [(ours.format(expert), own) for expert, own in enumerate(tensor.slices())] if ours else []
         case [part, expert] if part in names.of_experts and expert.isdecimal():
             return [(names.of_experts[part].format(expert), tensor)]
     return []
+
+
+def _shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that a checkpoint has for a tensor of this shape, the `part` of a layer."""
+    if part == ONE_ROW and len(shape) == 1:
+        return (1, *shape)
+    return (shape[0], 1, shape[1]) if part == CONVOLUTION and len(shape) == 2 else shape
 
 
 LINK: Final = "model.gguf"

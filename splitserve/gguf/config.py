@@ -11,7 +11,7 @@ from typing import Any, Final
 from serving_core.errors import ModelError
 from serving_core.json_fields import JsonFields
 from serving_core.model_files.gguf_header import ROPE_FACTORS, GgufModel
-from splitserve.gguf import experts, families, gemma
+from splitserve.gguf import experts, families, gemma, lfm2
 
 ARCHITECTURES: Final = {  # Mistral and Mixtral models are named llama too
     "cohere2": ("Cohere2ForCausalLM", "cohere2"),
@@ -20,6 +20,7 @@ ARCHITECTURES: Final = {  # Mistral and Mixtral models are named llama too
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "granite": ("GraniteForCausalLM", "granite"),
+    lfm2.NAME: ("Lfm2ForCausalLM", "lfm2"),
     "llama": ("LlamaForCausalLM", "llama"),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),
     "olmoe": ("OlmoeForCausalLM", "olmoe"),
@@ -94,7 +95,9 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
         raise ModelError(f"{where} has architecture {name!r:.80}; supported are {', '.join(ARCHITECTURES)}")
     own = {key.removeprefix(f"{name}."): value for key, value in model.metadata.items() if key.startswith(f"{name}.")}
     of_experts = experts.used_of(name, own)
-    also_used = of_experts | gemma.USED.get(name, set()) | families.USED.get(name, set()) | {families.epsilon(name)}
+    also_used = of_experts | {families.epsilon(name)}
+    for used in (families.USED, gemma.USED, lfm2.USED):
+        also_used |= used.get(name, set())
     _refuse_unknown(own, also_used, where)
     fields = JsonFields(own, where)
     architecture, model_type = ARCHITECTURES[name]
@@ -113,7 +116,7 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
         "intermediate_size": fields.integer("feed_forward_length"),
         "num_hidden_layers": fields.integer("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": fields.integer("attention.head_count_kv", num_heads),
+        "num_key_value_heads": num_heads if name == lfm2.NAME else fields.integer("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": context,
         families.EPSILONS[families.epsilon(name)]: fields.number(families.epsilon(name)),
@@ -127,6 +130,8 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
         config |= gemma.gemma_config(name, fields, rope)
     if name in families.USED:
         config |= families.family_config(name, fields, head_dim, rope)
+    if name == lfm2.NAME:
+        config |= lfm2.lfm2_config(fields)
     if of_experts:
         config |= experts.experts_config(name, fields, model.tensors, where)
     return config

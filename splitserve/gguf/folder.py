@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from coordinator.text.tokenizer import read_tokenizer
 from serving_core.errors import ModelError
-from serving_core.model_files.config import NATIVE, read_model_config
+from serving_core.model_files.config import MODEL_TYPES, NATIVE, TRANSFORMERS, read_model_config
 from serving_core.model_files.gguf_header import GgufModel, open_parts, parts_of, read_model
 from serving_core.model_files.gguf_weights import SOURCE, link_name
-from splitserve.gguf.config import config_of, generation_config_of, modules_of
+from splitserve.gguf.config import ARCHITECTURES, config_of, generation_config_of, modules_of
 from splitserve.gguf.tokenizer import tokenizer_config_of, tokenizer_of
 
 VERSION: Final = 4  # of the derived files; a change invalidates existing folders
@@ -45,7 +45,9 @@ def gguf_folder(file: Path, root: Path, defaults: Mapping[str, Any] | None = Non
                 (made / file_name).write_text(content, encoding="utf-8")
             for part, target in enumerate(files):
                 (made / link_name(part)).symlink_to(target)
-            read_model_config(made, NATIVE)  # refuses an unsupported model before the folder is kept
+            architecture, _ = ARCHITECTURES[model.metadata["general.architecture"]]
+            # Refuses an unsupported model before the folder is kept.
+            read_model_config(made, NATIVE if architecture in MODEL_TYPES else TRANSFORMERS)
             read_tokenizer(made)
             _move(made, folder)
     except OSError as error:

@@ -53,7 +53,8 @@ SPLITTINGS: Final = {
     "deepseek-r1-qwen": Splitting(_QWEN_2),
     "tekken": Splitting(_TEKKEN, takes_whole_words=True, adds_bos=True),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), Splitting(_LLAMA_3, takes_whole_words=True, adds_bos=True)
+        ("lfm2", "llama-bpe", "llama3", "llama-v3", "smaug-bpe"),
+        Splitting(_LLAMA_3, takes_whole_words=True, adds_bos=True),
     ),
 }
 

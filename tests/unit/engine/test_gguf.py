@@ -148,6 +148,7 @@ FAMILIES_OF_TRANSFORMERS = {
     "cohere": {},
     "cohere2": {"layer_types": None, "num_hidden_layers": 5},
     "granite": {},
+    "lfm2": {"tie_word_embeddings": True, "block_auto_adjust_ff_dim": False},
     "olmo2": {},
     "phi3": {},
     "smollm3": {"no_rope_layers": None, "layer_types": None, "use_sliding_window": False, "num_hidden_layers": 5},
@@ -277,6 +278,28 @@ def test_a_file_that_is_written_to_while_it_is_loaded_is_refused(made):
     os.utime(file, ns=(0, 0))  # or within one tick of the clock
     with pytest.raises(ModelError, match="no longer the file"):
         checkpoint.read_all(Part("model.norm.weight", (whole(64),)))
+
+
+CONVOLUTION = "blk.0.shortconv.conv.weight"
+OF_LFM2 = {
+    "missing": ("blk.0.shortconv.in_proj.weight", (), r"the weights lack model\.layers\.0\.conv\.in_proj\.weight$"),
+    "unknown": ("blk.0.shortconv.conv.bias", (64,), r"the weights hold .*conv\.bias, which the model has no use for$"),
+    "another width": (CONVOLUTION, (64, 4), r"has shape \[64, 1, 4\], and the model wants \[64, 1, 3\]$"),
+    "a vector": (CONVOLUTION, (64,), r"has shape \[64\], and the model wants \[64, 1, 3\]$"),
+    "two inputs": (CONVOLUTION, (64, 2, 3), r"has shape \[64, 2, 3\] in the GGUF file; a dimension between"),
+}
+
+
+@pytest.mark.parametrize(("name", "shape", "sentence"), OF_LFM2.values(), ids=OF_LFM2)
+def test_tensors_of_lfm2_that_are_wrong_are_sentences(made, name, shape, sentence):
+    def change(writer):
+        writer.tensors[0].pop(name, None)
+        if shape:
+            writer.add_tensor(name, np.zeros(shape, np.float32))
+
+    _, folder = made("lfm2", change=change, **WHOLE_HEADS)
+    with pytest.raises(ModelError, match=sentence):
+        answers(folder)
 
 
 def test_missing_and_unknown_tensors_are_sentences(made):

@@ -1,4 +1,6 @@
-"""What a GGUF file says of a Cohere, Granite, OLMo 2, Phi-3 or SmolLM3 model: the config of it, or one sentence."""
+"""What a GGUF file says of a Cohere, Granite, LFM2, OLMo 2, Phi-3 or SmolLM3 model: its config, or one sentence."""
+
+import json
 
 import gguf
 import numpy as np
@@ -50,6 +52,15 @@ def test_phi_3_may_have_a_window_in_all_layers(make, window, windows):
     assert set(read_model_config(folder).sliding_windows) == windows
 
 
+def test_of_lfm2_the_layers_without_heads_are_convolutions(make, tmp_path):
+    found, written = (json.loads((each / "config.json").read_text()) for each in (make("lfm2"), tmp_path / "tiny"))
+    for name in ("layer_types", "num_key_value_heads", "conv_L_cache", "norm_eps"):
+        assert found[name] == pytest.approx(written[name]), name
+
+
+HEADS = "lfm2.attention.head_count_kv"
+
+
 def adding(name, *shape):
     return lambda writer: writer.add_tensor(name, np.zeros(shape, np.float32))
 
@@ -65,6 +76,12 @@ REFUSED = {
     "too much rotated": ("phi3", saying("phi3.rope.dimension_count", 32), "partial_rotary_factor 2 is not supported"),
     "an odd rotation": ("phi3", saying("phi3.rope.dimension_count", 7), "7 rotated elements of a head of 16"),
     "half a head": ("granite", saying("granite.rope.dimension_count", 8), r"as large as a head \(16\), not 8"),
+    "one number for all layers": ("lfm2", saying(HEADS, 2), "must be a list of 4 times 0 or the one number of heads"),
+    "another number of layers": ("lfm2", saying(HEADS, [0, 2], Kind.ARRAY), "must be a list of 4 times 0 or the one"),
+    "two numbers of heads": ("lfm2", saying(HEADS, [0, 2, 0, 4], Kind.ARRAY), "must be a list of 4 times 0 or the"),
+    "no attention": ("lfm2", saying(HEADS, [0] * 4, Kind.ARRAY), "must be a list of 4 times 0 or the one number"),
+    "negative heads": ("lfm2", saying(HEADS, [0, -2, 0, -2], Kind.ARRAY), "num_key_value_heads"),
+    "no kernel": ("lfm2", without("lfm2.shortconv.l_cache"), "shortconv.l_cache is missing in tiny.gguf"),
     "experts": ("granite", saying("granite.expert_count", 8), "says expert_count 8, and a model with that"),
 }
 
