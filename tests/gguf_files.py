@@ -39,6 +39,7 @@ MODEL_ARCHS = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "lfm2": gguf.MODEL_ARCH.LFM2,
+    "qwen3_5": gguf.MODEL_ARCH.QWEN35,
 }
 INTERLEAVED: Final = (gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.SMOLLM3)
 SCALES: Final = {  # methods of the writer, and what they are given from config.json
@@ -80,9 +81,13 @@ def write_gguf(
     _add_scales(writer, said)
     if family in MIXTURES:
         _add_experts(writer, said)
+    if family == "qwen3_5":
+        _add_linear_attention(writer, said)
     _add_tokenizer(writer)
     kind = gguf.GGMLQuantizationType[stored]
     tensors = _rounded(folder / "model.safetensors", kind)
+    if family == "qwen3_5":
+        tensors = {name: _of_linear_attention(name, tensor, said) for name, tensor in tensors.items()}
     _add_tensors(writer, family, said, _stacked(tensors) if stacks else tensors, kind)
     change(writer)
     write(writer)
@@ -140,6 +145,15 @@ def _add_config(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
         writer.add_sliding_window(said["sliding_window"])
 
 
+def _add_linear_attention(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
+    writer.add_ssm_conv_kernel(said["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(said["linear_key_head_dim"])
+    writer.add_ssm_group_count(said["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(said["linear_num_value_heads"])
+    writer.add_ssm_inner_size(said["linear_value_head_dim"] * said["linear_num_value_heads"])
+    writer.add_full_attention_interval(said["layer_types"].index("full_attention") + 1)
+
+
 def _add_scales(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
     for add, ours in SCALES.items():
         if ours in said:
@@ -181,6 +195,29 @@ def _is_quantized(name: str, tensor: np.ndarray) -> bool:
     return tensor.ndim == 2 and not name.endswith("shared_expert_gate.weight")
 
 
+def _of_linear_attention(name: str, tensor: np.ndarray, said: dict[str, Any]) -> np.ndarray:
+    """The tensor as llama.cpp wants it: decays, and the first heads of values of all heads of keys first."""
+    num_keys, num_values = said["linear_num_key_heads"], said["linear_num_value_heads"]
+    key_dim, value_dim = said["linear_key_head_dim"], said["linear_value_head_dim"]
+    order = [key * (num_values // num_keys) + turn for turn in range(num_values // num_keys) for key in range(num_keys)]
+    rows = [head * value_dim + row for head in order for row in range(value_dim)]
+    match name.split(".")[-2:]:
+        case [_, "A_log"]:
+            return -np.exp(tensor[order])
+        case [_, "dt_bias"] | ["in_proj_a" | "in_proj_b", _]:
+            return tensor[order]
+        case ["in_proj_z", _]:
+            return tensor[rows]
+        case ["in_proj_qkv" | "conv1d", _]:
+            first = 2 * num_keys * key_dim
+            return tensor[[*range(first), *(first + row for row in rows)]]
+        case ["out_proj", _]:
+            return tensor[:, rows]
+        case [norm, "weight"] if norm.endswith("norm") and "linear_attn" not in name:
+            return tensor + 1
+    return tensor
+
+
 def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """With one tensor of all experts of a layer for each projection."""
     found, experts = dict[str, np.ndarray](), defaultdict[str, dict[int, np.ndarray]](dict)
@@ -210,9 +247,10 @@ def _add_tensors(
         kind = stored if _is_quantized(name, tensor) else gguf.GGMLQuantizationType.F32
         if name.endswith("shared_expert_gate.weight"):  # one row
             tensor = tensor[0]
-        if name.endswith("conv.conv.weight"):  # of one input channel
+        if name.endswith(("conv.conv.weight", "conv1d.weight")):  # of one input channel
             tensor = tensor[:, 0]
-        theirs = names.get_name(OF_EXPERT.sub("", name), try_suffixes=(".weight", ".bias"))
+        known = OF_EXPERT.sub("", name).replace(".dt_bias", ".dt_proj.bias")
+        theirs = names.get_name(known, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name
         if number := OF_EXPERT.search(name):
             theirs = theirs.replace("_exps", f".{number[1]}")

@@ -15,7 +15,9 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from safetensors import SafetensorError, safe_open
 
+from engine.model.linear_attention_files import LinearAttentionFiles
 from serving_core.errors import ModelError
+from serving_core.json_fields import read_json_object
 from serving_core.model_files.config import read_model_config, text_names
 from serving_core.model_files.gguf_header import GgufTensor
 from serving_core.model_files.gguf_weights import gguf_weights
@@ -240,6 +242,8 @@ class GgufCheckpoint(Checkpoint):
         """Open the files. Raises ModelError if the files differ from those that the folder was made of."""
         self._weights = gguf_weights(folder)
         self._head_dim = read_model_config(folder).head_dim
+        config = read_json_object(folder / "config.json")
+        self._linear = LinearAttentionFiles(config) if "linear_num_key_heads" in config else None
         num_threads = torch.get_num_threads()
         self._at_once = num_threads * PIECES_AHEAD
         # A single extra thread would only add switches.
@@ -252,6 +256,14 @@ class GgufCheckpoint(Checkpoint):
         return self._weights.tensors[name].shape, "F32"
 
     def read(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
+        if self._linear is None or not self._linear.changes(part.name):
+            yield from self._read(part)
+            return
+        stored = torch.cat([piece for _, piece in self._read(whole_tensor(part.name, part.shape, part.dtypes))])
+        held = tuple(slice(extent.held.start, extent.held.stop) for extent in part.extents)
+        yield 0, self._linear.restored(part.name, stored)[held]
+
+    def _read(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
         tensor, is_interleaved = self._weights.tensors[part.name], self._weights.is_interleaved(part.name)
         addend = self._weights.addend(part.name)
         is_vector = len(part.extents) == 1

@@ -44,8 +44,8 @@ NORMS_OF_OUTPUTS: Final = {  # of models with norms before and behind attention 
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 FUSED: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-CONVOLUTION: Final = "shortconv.conv"  # a matrix in files, without the dimension of its one input channel
-CONVOLUTIONS: Final = {
+CONVOLUTIONS: Final = ("shortconv.conv", "ssm_conv1d")  # in files without the dimension of their one input channel
+OF_LFM2: Final = {
     "attn_norm": "operator_norm",
     "attn_output": "self_attn.out_proj",
     "attn_q_norm": "self_attn.q_layernorm",
@@ -54,9 +54,19 @@ CONVOLUTIONS: Final = {
     "ffn_gate": "feed_forward.w1",
     "ffn_up": "feed_forward.w3",
     "ffn_down": "feed_forward.w2",
-    CONVOLUTION: "conv.conv",
+    "shortconv.conv": "conv.conv",
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
+}
+OF_LINEAR_ATTENTION: Final = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_gate": "linear_attn.in_proj_z",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
 }
 GATES_AND_SHARED: Final = {
     "ffn_gate_inp": "mlp.gate",
@@ -75,6 +85,7 @@ class Names(NamedTuple):
 
     modules: Mapping[str, str]
     of_experts: Mapping[str, str] = {}
+    parameters: Mapping[str, str] = {}  # whole names of tensors that a checkpoint does not call weight or bias
 
 
 MIXTURE: Final = Names(
@@ -98,11 +109,15 @@ FOUR_NORMS: Final = Names(IN_LAYER | NORMS_OF_OUTPUTS)
 NAMES: Final = {
     "gemma2": FOUR_NORMS,
     "gemma3": FOUR_NORMS,
-    "lfm2": Names(IN_LAYER | CONVOLUTIONS),
+    "lfm2": Names(IN_LAYER | OF_LFM2),
     "olmo2": FOUR_NORMS,
     "olmoe": MIXTURE,
     "phi3": Names(IN_LAYER | FUSED),
     "qwen2moe": MIXTURE,
+    "qwen35": Names(
+        IN_LAYER | OF_LINEAR_ATTENTION,
+        parameters={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+    ),
     "qwen3moe": MIXTURE,
 }  # other architectures use PLAIN, and Llama with experts uses MIXTRAL
 
@@ -126,6 +141,10 @@ def _of_checkpoint(
     name: str, tensor: GgufTensor, names: Names, num_experts: object
 ) -> Iterator[tuple[str, GgufTensor]]:
     """Yield the checkpoint name of a tensor, or of each part of it."""
+    match name.split(".", 2):
+        case ["blk", layer, rest] if layer.isdecimal() and rest in names.parameters:
+            yield f"model.layers.{layer}.{names.parameters[rest]}", tensor
+            return
     module, _, attribute = name.rpartition(".")
     found: list[tuple[str, GgufTensor]] = []
     match module.split("."):
@@ -156,14 +175,15 @@ def _shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape that a checkpoint has for a tensor of this shape, the `part` of a layer."""
     if part == ONE_ROW and len(shape) == 1:
         return (1, *shape)
-    return (shape[0], 1, shape[1]) if part == CONVOLUTION and len(shape) == 2 else shape
+    return (shape[0], 1, shape[1]) if part in CONVOLUTIONS and len(shape) == 2 else shape
 
 
 LINK: Final = "model.gguf"
 SOURCE: Final = "model.gguf.source"  # file with the digest of the folder's source
 
 INTERLEAVING: Final = ("granite", "llama", "smollm3")
-GEMMAS: Final = ("gemma", "gemma2", "gemma3")
+ADDS_TO_NORMS: Final = ("gemma", "gemma2", "gemma3", "qwen35")
+PLAIN_NORM: Final = "linear_attn.norm.weight"
 INTERLEAVED: Final = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
 Identity = tuple[int, ...]
 
@@ -189,11 +209,12 @@ class GgufWeights:
         return self._architecture in INTERLEAVING and name.endswith(INTERLEAVED)
 
     def addend(self, name: str) -> float:
-        """Return the number that was added to a tensor when it was written: 1 for Gemma's norms, else 0.
+        """Return the number that was added to a tensor when it was written: 1 for norms of Gemma and Qwen3.5, else 0.
 
-        Gemma's decoder adds it by itself, so that the reader must subtract it.
+        The decoders of these models add it by themselves, so that the reader must subtract it.
         """
-        return 1.0 if self._architecture in GEMMAS and name.endswith("norm.weight") else 0.0
+        is_norm = name.endswith("norm.weight") and not name.endswith(PLAIN_NORM)
+        return 1.0 if self._architecture in ADDS_TO_NORMS and is_norm else 0.0
 
     def file_of(self, name: str) -> Path:
         """Return the path of the file that holds a tensor."""

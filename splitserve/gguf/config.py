@@ -11,7 +11,7 @@ from typing import Any, Final
 from serving_core.errors import ModelError
 from serving_core.json_fields import JsonFields
 from serving_core.model_files.gguf_header import ROPE_FACTORS, GgufModel
-from splitserve.gguf import experts, families, gemma, lfm2
+from splitserve.gguf import experts, families, gemma, lfm2, qwen35
 
 ARCHITECTURES: Final = {  # Mistral and Mixtral models are named llama too
     "cohere2": ("Cohere2ForCausalLM", "cohere2"),
@@ -28,9 +28,11 @@ ARCHITECTURES: Final = {  # Mistral and Mixtral models are named llama too
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    qwen35.NAME: ("Qwen3_5ForCausalLM", "qwen3_5_text"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
 }
+ROTATES_LESS: Final = ("phi3", qwen35.NAME)  # than a whole head
 SERVED_AS: Final = "bfloat16"
 USED: Final = {
     "context_length",
@@ -96,7 +98,7 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
     own = {key.removeprefix(f"{name}."): value for key, value in model.metadata.items() if key.startswith(f"{name}.")}
     of_experts = experts.used_of(name, own)
     also_used = of_experts | {families.epsilon(name)}
-    for used in (families.USED, gemma.USED, lfm2.USED):
+    for used in (families.USED, gemma.USED, lfm2.USED, qwen35.USED):
         also_used |= used.get(name, set())
     _refuse_unknown(own, also_used, where)
     fields = JsonFields(own, where)
@@ -104,7 +106,7 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
     hidden_size, num_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     context = fields.integer("context_length")
-    _refuse_unserved(fields, head_dim, may_rotate_less=name in families.ROTATES_LESS)
+    _refuse_unserved(fields, head_dim, may_rotate_less=name in ROTATES_LESS)
     rope = _rope(fields, _rope_factors(model, head_dim))
     if name not in gemma.USED and name not in families.HAS_WINDOW:
         _refuse_window(fields, context)
@@ -132,6 +134,8 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
         config |= families.family_config(name, fields, head_dim, rope)
     if name == lfm2.NAME:
         config |= lfm2.lfm2_config(fields)
+    if name == qwen35.NAME:
+        config |= qwen35.qwen35_config(fields, head_dim, rope)
     if of_experts:
         config |= experts.experts_config(name, fields, model.tensors, where)
     return config

@@ -24,7 +24,6 @@ USED: Final = {  # in addition to the keys of all architectures
     "phi3": frozenset[str](),
 }
 HAS_WINDOW: Final = ("cohere2", "phi3")
-ROTATES_LESS: Final = ("phi3",)  # than a whole head
 CENTERS_NORMS: Final = ("cohere2", "command-r")
 EPSILONS: Final = {  # names in config.json
     "attention.layer_norm_epsilon": "layer_norm_eps",
@@ -38,6 +37,12 @@ def epsilon(name: str) -> str:
     return "attention.layer_norm_epsilon" if name in CENTERS_NORMS else "attention.layer_norm_rms_epsilon"
 
 
+def rope_of_a_part(fields: JsonFields, head_dim: int, rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary embedding for the share of a head that is rotated."""
+    share = fields.integer(ROTATED, head_dim) / head_dim
+    return rope if share == 1 else {**rope, "partial_rotary_factor": share}
+
+
 def family_config(name: str, fields: JsonFields, head_dim: int, rope: dict[str, Any]) -> dict[str, Any]:
     """Return the part of config.json that only the family of the architecture `name`, one of USED, has.
 
@@ -47,11 +52,8 @@ def family_config(name: str, fields: JsonFields, head_dim: int, rope: dict[str, 
         scales = {ours: fields.positive(key, 1.0) for key, ours in GRANITES.items()}
         return {**scales, "attention_multiplier": fields.positive(SCORE_SCALE, head_dim**-0.5)}
     if name == "phi3":
-        share = fields.integer(ROTATED, head_dim) / head_dim
-        return {
-            "sliding_window": fields.integer(WINDOW, 0, minimum=0) or None,
-            "rope_parameters": rope if share == 1 else {**rope, "partial_rotary_factor": share},
-        }
+        window = fields.integer(WINDOW, 0, minimum=0) or None
+        return {"sliding_window": window, "rope_parameters": rope_of_a_part(fields, head_dim, rope)}
     config: dict[str, Any] = {"logit_scale": fields.positive(LOGIT_SCALE)}
     if name == "cohere2":
         num_layers = fields.integer("block_count")

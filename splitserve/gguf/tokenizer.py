@@ -25,6 +25,10 @@ _LETTERS: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SYMBOLS_AND_SPACES: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA_3: Final = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_SYMBOLS_AND_SPACES}"
 _QWEN_2: Final = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_SYMBOLS_AND_SPACES}"
+_QWEN_3_5: Final = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN: Final = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -50,6 +54,7 @@ SPLITTINGS: Final = {
     "dbrx": Splitting(_LLAMA_3),
     **dict.fromkeys(("refact", "smollm", "starcoder"), Splitting(digits_alone=True)),
     "qwen2": Splitting(_QWEN_2, composes=True),
+    "qwen35": Splitting(_QWEN_3_5, composes=True),
     "deepseek-r1-qwen": Splitting(_QWEN_2),
     "tekken": Splitting(_TEKKEN, takes_whole_words=True, adds_bos=True),
     **dict.fromkeys(

@@ -151,6 +151,7 @@ FAMILIES_OF_TRANSFORMERS = {
     "lfm2": {"tie_word_embeddings": True, "block_auto_adjust_ff_dim": False},
     "olmo2": {},
     "phi3": {},
+    "qwen3_5": {"stored": "Q8_0", "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 32},
     "smollm3": {"no_rope_layers": None, "layer_types": None, "use_sliding_window": False, "num_hidden_layers": 5},
 }
 
@@ -298,6 +299,31 @@ def test_tensors_of_lfm2_that_are_wrong_are_sentences(made, name, shape, sentenc
             writer.add_tensor(name, np.zeros(shape, np.float32))
 
     _, folder = made("lfm2", change=change, **WHOLE_HEADS)
+    with pytest.raises(ModelError, match=sentence):
+        answers(folder)
+
+
+DECAYS = "blk.0.ssm_a"
+OF_QWEN35 = {
+    "a positive decay": (DECAYS, [-1.0, 0.5, -1.0, -1.0], r"0\.linear_attn\.A_log .* not negative and finite$"),
+    "no decay": (DECAYS, [-1.0, 0.0, -1.0, -1.0], r"0\.linear_attn\.A_log of the GGUF file has decays that are not"),
+    "no number": (DECAYS, [-1.0, float("nan"), -1.0, -1.0], r"0\.linear_attn\.A_log .* not negative and finite$"),
+    "other heads": (DECAYS, [-1.0] * 5, r"0\.linear_attn\.A_log has 5 values, which 4 heads do not divide$"),
+    "more heads": (DECAYS, [-1.0] * 8, r"A_log has shape \[8\], and the model wants \[4\]$"),
+    "no values": ("blk.0.attn_qkv.weight", [[0.5] * 64] * 48, r"has shape \[48, 64\], and the model wants \[96, 64\]$"),
+    "another width": ("blk.0.ssm_conv1d.weight", [[0.5] * 3] * 96, r"has shape \[96, 1, 3\], and the model wants"),
+    "missing": ("blk.0.ssm_dt.bias", [], r"the weights lack model\.layers\.0\.linear_attn\.dt_bias$"),
+}
+
+
+@pytest.mark.parametrize(("name", "values", "sentence"), OF_QWEN35.values(), ids=OF_QWEN35)
+def test_tensors_of_linear_attention_that_are_wrong_are_sentences(made, name, values, sentence):
+    def change(writer):
+        writer.tensors[0].pop(name)
+        if values:
+            writer.add_tensor(name, np.array(values, np.float32))
+
+    _, folder = made("qwen3_5", change=change)
     with pytest.raises(ModelError, match=sentence):
         answers(folder)
 

@@ -1,4 +1,5 @@
-"""What a GGUF file says of a Cohere, Granite, LFM2, OLMo 2, Phi-3 or SmolLM3 model: its config, or one sentence."""
+"""What a GGUF file says of a Cohere, Granite, LFM2, OLMo 2, Phi-3, Qwen3.5 or SmolLM3 model: its config, or one
+sentence."""
 
 import json
 
@@ -58,6 +59,14 @@ def test_of_lfm2_the_layers_without_heads_are_convolutions(make, tmp_path):
         assert found[name] == pytest.approx(written[name]), name
 
 
+def test_of_qwen3_5_the_layers_of_linear_attention_are_those_that_were_written(make, tmp_path):
+    found, written = (json.loads((each / "config.json").read_text()) for each in (make("qwen3_5"), tmp_path / "tiny"))
+    linear = [name for name in written if name.startswith("linear_")]
+    assert len(linear) == 5
+    for name in ("layer_types", "rope_parameters", *linear):
+        assert found[name] == written[name], name
+
+
 HEADS = "lfm2.attention.head_count_kv"
 
 
@@ -82,6 +91,18 @@ REFUSED = {
     "no attention": ("lfm2", saying(HEADS, [0] * 4, Kind.ARRAY), "must be a list of 4 times 0 or the one number"),
     "negative heads": ("lfm2", saying(HEADS, [0, -2, 0, -2], Kind.ARRAY), "num_key_value_heads"),
     "no kernel": ("lfm2", without("lfm2.shortconv.l_cache"), "shortconv.l_cache is missing in tiny.gguf"),
+    "values without keys": (
+        "qwen3_5",
+        saying("qwen35.ssm.group_count", 3),
+        r"multiple of ssm.group_count \(3\), not 4",
+    ),
+    "a part of a head": (
+        "qwen3_5",
+        saying("qwen35.ssm.inner_size", 50),
+        r"of ssm.time_step_rank \(4\), not 50",
+    ),
+    "drafts": ("qwen3_5", saying("qwen35.nextn_predict_layers", 1), "says nextn_predict_layers 1, and a model with"),
+    "no state": ("qwen3_5", without("qwen35.ssm.state_size"), "ssm.state_size is missing in tiny.gguf"),
     "experts": ("granite", saying("granite.expert_count", 8), "says expert_count 8, and a model with that"),
 }
 
