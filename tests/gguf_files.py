@@ -40,6 +40,7 @@ MODEL_ARCHS = {
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "qwen3_5": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe": gguf.MODEL_ARCH.QWEN35MOE,
 }
 INTERLEAVED: Final = (gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.SMOLLM3)
 SCALES: Final = {  # methods of the writer, and what they are given from config.json
@@ -79,14 +80,14 @@ def write_gguf(
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[MODEL_ARCHS[family]], split_max_tensors=part_tensors)
     _add_config(writer, said)
     _add_scales(writer, said)
-    if family in MIXTURES:
+    if "num_experts_per_tok" in said:
         _add_experts(writer, said)
-    if family == "qwen3_5":
+    if "linear_num_key_heads" in said:
         _add_linear_attention(writer, said)
     _add_tokenizer(writer)
     kind = gguf.GGMLQuantizationType[stored]
     tensors = _rounded(folder / "model.safetensors", kind)
-    if family == "qwen3_5":
+    if "linear_num_key_heads" in said:
         tensors = {name: _of_linear_attention(name, tensor, said) for name, tensor in tensors.items()}
     _add_tensors(writer, family, said, _stacked(tensors) if stacks else tensors, kind)
     change(writer)
@@ -112,7 +113,8 @@ def _add_config(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
     writer.add_context_length(said["max_position_embeddings"])
     writer.add_embedding_length(said["hidden_size"])
     writer.add_block_count(said["num_hidden_layers"])
-    writer.add_feed_forward_length(said["intermediate_size"])
+    if said["model_type"] != "qwen3_5_moe_text":
+        writer.add_feed_forward_length(said["intermediate_size"])
     writer.add_head_count(said["num_attention_heads"])
     num_kv_heads = said["num_key_value_heads"]
     if said["model_type"] == "lfm2":

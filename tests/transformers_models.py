@@ -153,6 +153,7 @@ _ALL = {
     **FAMILIES,
     **SEQUENCES,
     "arcee": ("Arcee", _SIZES),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**_SIZES, **_LINEAR, **_HYBRID, **_EXPERTS, "moe_intermediate_size": 24}),
     "modernbert_decoder": ("ModernBertDecoder", {**_WHOLE_HEADS, "num_key_value_heads": 4, "local_attention": 26}),
 }
 WITHOUT_PLAN = ("gpt2", "gpt_bigcode", "opt")  # of transformers, to divide their weights
@@ -241,7 +242,7 @@ def _classes(family: str) -> tuple[Any, Any]:
     import transformers
 
     prefix, _ = _ALL[family]
-    config_name = f"{prefix}TextConfig" if prefix in ("Gemma3", "Qwen3_5") else f"{prefix}Config"
+    config_name = f"{prefix}TextConfig" if prefix in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{prefix}Config"
     return getattr(transformers, config_name), getattr(transformers, architecture_of(family))
 
 

@@ -68,6 +68,7 @@ OF_LINEAR_ATTENTION: Final = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+OF_HEADS: Final = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 GATES_AND_SHARED: Final = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -114,10 +115,8 @@ NAMES: Final = {
     "olmoe": MIXTURE,
     "phi3": Names(IN_LAYER | FUSED),
     "qwen2moe": MIXTURE,
-    "qwen35": Names(
-        IN_LAYER | OF_LINEAR_ATTENTION,
-        parameters={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
-    ),
+    "qwen35": Names(IN_LAYER | OF_LINEAR_ATTENTION, parameters=OF_HEADS),
+    "qwen35moe": Names(IN_LAYER | GATES_AND_SHARED | OF_LINEAR_ATTENTION, MIXTURE.of_experts, OF_HEADS),
     "qwen3moe": MIXTURE,
 }  # other architectures use PLAIN, and Llama with experts uses MIXTRAL
 
@@ -182,7 +181,7 @@ LINK: Final = "model.gguf"
 SOURCE: Final = "model.gguf.source"  # file with the digest of the folder's source
 
 INTERLEAVING: Final = ("granite", "llama", "smollm3")
-ADDS_TO_NORMS: Final = ("gemma", "gemma2", "gemma3", "qwen35")
+ADDS_TO_NORMS: Final = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe")
 PLAIN_NORM: Final = "linear_attn.norm.weight"
 INTERLEAVED: Final = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
 Identity = tuple[int, ...]

@@ -28,11 +28,12 @@ ARCHITECTURES: Final = {  # Mistral and Mixtral models are named llama too
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-    qwen35.NAME: ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
 }
-ROTATES_LESS: Final = ("phi3", qwen35.NAME)  # than a whole head
+ROTATES_LESS: Final = ("phi3", *qwen35.NAMES)  # than a whole head
 SERVED_AS: Final = "bfloat16"
 USED: Final = {
     "context_length",
@@ -103,6 +104,7 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
     _refuse_unknown(own, also_used, where)
     fields = JsonFields(own, where)
     architecture, model_type = ARCHITECTURES[name]
+    has_experts_alone = name == "qwen35moe" and "feed_forward_length" not in fields
     hidden_size, num_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     context = fields.integer("context_length")
@@ -115,7 +117,7 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
         "model_type": model_type,
         "vocab_size": _vocab_size(model, where),
         "hidden_size": hidden_size,
-        "intermediate_size": fields.integer("feed_forward_length"),
+        "intermediate_size": fields.integer(experts.SIZE if has_experts_alone else "feed_forward_length"),
         "num_hidden_layers": fields.integer("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_heads if name == lfm2.NAME else fields.integer("attention.head_count_kv", num_heads),
@@ -134,7 +136,7 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
         config |= families.family_config(name, fields, head_dim, rope)
     if name == lfm2.NAME:
         config |= lfm2.lfm2_config(fields)
-    if name == qwen35.NAME:
+    if name in qwen35.NAMES:
         config |= qwen35.qwen35_config(fields, head_dim, rope)
     if of_experts:
         config |= experts.experts_config(name, fields, model.tensors, where)

@@ -16,7 +16,8 @@ from serving_core.model_files.gguf_weights import EXPERT_COUNT, STACKED
 CHOSEN: Final = "expert_used_count"
 SIZE, SHARED_SIZE = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 IS_NORMALIZED: Final = "expert_weights_norm"
-NORMALIZES: Final = {"llama": True, "olmoe": False, "qwen2moe": False, "qwen3moe": True}
+NORMALIZES: Final = {"llama": True, "olmoe": False, "qwen2moe": False, "qwen35moe": True, "qwen3moe": True}
+SHARES: Final = ("qwen2moe", "qwen35moe")  # an expert that computes all tokens
 USED: Final = frozenset({EXPERT_COUNT, CHOSEN, SIZE, IS_NORMALIZED})
 MIXTRAL: Final = ("MixtralForCausalLM", "mixtral")  # a llama with experts
 MOST_EXPERT_TENSORS: Final = 2**18  # of a model; one for each expert and projection
@@ -30,7 +31,7 @@ def used_of(name: str, own: Mapping[str, Any]) -> frozenset[str]:
     """
     if name not in NORMALIZES or (name == "llama" and not own.get(EXPERT_COUNT)):
         return frozenset()
-    return USED | {SHARED_SIZE} if name == "qwen2moe" else USED
+    return USED | {SHARED_SIZE} if name in SHARES else USED
 
 
 def experts_config(name: str, fields: JsonFields, tensors: Mapping[str, GgufTensor], where: str) -> dict[str, Any]:
@@ -56,8 +57,10 @@ def experts_config(name: str, fields: JsonFields, tensors: Mapping[str, GgufTens
     if name == "olmoe":
         return config
     config["moe_intermediate_size"] = size
+    if name in SHARES:
+        shared_size = fields.integer(SHARED_SIZE) if SHARED_SIZE in fields else fields.integer("feed_forward_length")
+        config["shared_expert_intermediate_size"] = shared_size
     if name == "qwen2moe":
-        config["shared_expert_intermediate_size"] = fields.integer(SHARED_SIZE, fields.integer("feed_forward_length"))
         config |= {"qkv_bias": "blk.0.attn_q.bias" in tensors, "attention_bias": False}
     return config
 

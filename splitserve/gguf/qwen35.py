@@ -9,13 +9,13 @@ from serving_core.json_fields import JsonFields
 from serving_core.model_files.rope import FULL
 from splitserve.gguf.families import rope_of_a_part
 
-NAME: Final = "qwen35"
+NAMES: Final = ("qwen35", "qwen35moe")
 KERNEL, KEY_DIM, ALL_VALUES_DIM = "ssm.conv_kernel", "ssm.state_size", "ssm.inner_size"
 KEY_HEADS, VALUE_HEADS = "ssm.group_count", "ssm.time_step_rank"
 PERIOD: Final = "full_attention_interval"
-USED: Final = {  # in addition to the keys of all architectures
-    NAME: frozenset({KERNEL, KEY_DIM, ALL_VALUES_DIM, KEY_HEADS, VALUE_HEADS, PERIOD, "rope.dimension_sections"})
-}
+USED: Final = dict.fromkeys(  # in addition to the keys of all architectures
+    NAMES, frozenset({KERNEL, KEY_DIM, ALL_VALUES_DIM, KEY_HEADS, VALUE_HEADS, PERIOD, "rope.dimension_sections"})
+)
 USUAL_PERIOD: Final = 4  # the last layer of each period has no linear attention
 LINEAR: Final = "linear_attention"  # a layer type
 

@@ -152,6 +152,7 @@ FAMILIES_OF_TRANSFORMERS = {
     "olmo2": {},
     "phi3": {},
     "qwen3_5": {"stored": "Q8_0", "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 32},
+    "qwen3_5_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "linear_value_head_dim": 16},
     "smollm3": {"no_rope_layers": None, "layer_types": None, "use_sliding_window": False, "num_hidden_layers": 5},
 }
 

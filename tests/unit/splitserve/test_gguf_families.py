@@ -74,6 +74,14 @@ def adding(name, *shape):
     return lambda writer: writer.add_tensor(name, np.zeros(shape, np.float32))
 
 
+def renaming(old, new):
+    def change(writer):
+        for name in [name for name in writer.tensors[0] if old in name]:
+            writer.tensors[0][name.replace(old, new)] = writer.tensors[0].pop(name)
+
+    return change
+
+
 REFUSED = {
     "a window of OLMo 3": ("olmo2", saying("olmo2.attention.sliding_window", 64), "must be absent, 0 or the context"),
     "factors by length": ("phi3", adding("rope_factors_long.weight", 8), "has rope_factors_long.weight, and a rope"),
@@ -102,6 +110,13 @@ REFUSED = {
         r"of ssm.time_step_rank \(4\), not 50",
     ),
     "drafts": ("qwen3_5", saying("qwen35.nextn_predict_layers", 1), "says nextn_predict_layers 1, and a model with"),
+    "experts in one": ("qwen3_5_moe", renaming("ffn_gate_exps", "ffn_gate_up_exps"), r"lacks blk\.0\.ffn_gate_exps\.w"),
+    "no size of experts": (
+        "qwen3_5_moe",
+        without("qwen35moe.expert_feed_forward_length"),
+        "feed_forward_length is mis",
+    ),
+    "no shared size": ("qwen3_5_moe", without("qwen35moe.expert_shared_feed_forward_length"), "forward_length is mis"),
     "no state": ("qwen3_5", without("qwen35.ssm.state_size"), "ssm.state_size is missing in tiny.gguf"),
     "experts": ("granite", saying("granite.expert_count", 8), "says expert_count 8, and a model with that"),
 }
