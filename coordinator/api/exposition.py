@@ -187,9 +187,9 @@ def _by_class(metrics: Metrics) -> Iterator[Figure]:
     yield counter(
         "slo_attained", "Ended requests that attained their SLO on TTFT, on TPOT, or on both.", attained_by_limit
     )
-    help = "TTFT of ended requests with an SLO, by SLO class."
+    help = "TTFT of ended requests, by SLO class; none: without one, with limits or not."
     yield times("slo_time_to_first_token_seconds", help, metrics.ttft_by_class)
-    help = "TPOT of ended requests with an SLO, by SLO class."
+    help = "TPOT of ended requests, by SLO class; none: without one, with limits or not."
     yield times("slo_time_per_output_token_seconds", help, metrics.tpot_by_class)
 
 

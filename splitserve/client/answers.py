@@ -255,8 +255,8 @@ class NodeLoad:
 
     role is the preset that fits the shape; state is ready, draining, or drained after a drain. step_s is the median
     time of recent steps. num_blocks_cached are free blocks that hold KV of earlier requests. num_cached_tokens of
-    num_prompt_tokens were found in the prefix cache. num_kv_bytes were sent or received. prefill_tokens_per_s is the
-    rate of a node that only prefills, 0 if unknown.
+    num_prompt_tokens were found in the prefix cache; num_prefill_tokens prompt tokens were computed. num_kv_bytes were
+    sent or received. prefill_tokens_per_s is the rate of a node that only prefills, 0 if unknown.
 
     lone_step_s is the time per output token of a single sequence, 0 if unknown. step_weights are the learned costs in
     seconds: of a step, of each sequence in it, of each of their earlier tokens; of having prompt chunks, of each chunk
@@ -285,6 +285,7 @@ class NodeLoad:
     num_blocks_cached: int
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_prefill_tokens: int
     num_kv_bytes: int
     num_transfers_failed: int
     prefill_tokens_per_s: float
