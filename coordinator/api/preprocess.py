@@ -16,12 +16,13 @@ from coordinator.api.prompts import (
     Terms,
     check_truncation,
     cut,
+    question_of,
     tokenize,
     tokenize_cut,
     uncut_limit,
     within,
 )
-from coordinator.api.scoring import Item, check_items, plan_scores, question_of, response_of, tokenize_items
+from coordinator.api.scoring import Item, check_items, plan_scores, response_of, tokenize_items
 from coordinator.api.unknown_fields import UnknownFields
 from coordinator.api.validation import (
     MAX_BAD_WORD_CHARS,
@@ -312,7 +313,7 @@ class Preprocessor:
         timeout_s = self._timeout_s(remaining_s)
         with self.noting_refusal(record):
             embedder_of(self.model.config)
-            question = as_question(request)
+            question = question_of(request)
             limits = self.limits()
             check_input(question, limits)
             check_truncation(question, limits)
@@ -416,23 +417,6 @@ def embedder_of(config: ModelConfig) -> Embedder:
     if config.embedder is None:
         raise RequestError(BAD_PARAM, NO_EMBEDDINGS, field="model")
     return config.embedder
-
-
-def as_question(request: EmbedRequest) -> GenerateRequest:
-    """Return a GenerateRequest with the fields that an embedding request shares with it.
-
-    These are the ids, model, input, cache salt, priority and truncation.
-    """
-    question = GenerateRequest(request_id=request.request_id, model=request.model, cache_salt=request.cache_salt)
-    match request.WhichOneof("input"):
-        case "text":
-            question.text = request.text
-        case "tokenized":
-            question.tokenized.CopyFrom(request.tokenized)
-    for name in ("priority", "truncate_prompt_tokens"):
-        if request.HasField(name):
-            setattr(question, name, getattr(request, name))
-    return question
 
 
 def most_kept(request: EmbedRequest, limits: Limits) -> int | None:

@@ -12,9 +12,22 @@ from coordinator.text.chat_template import RenderOptions
 from coordinator.text.constraints import NO_LEEWAY, Leeway
 from coordinator.text.tokenizer import Tokenizer, TokenLimit
 from protos import inference_pb2
-from protos.inference_pb2 import GenerateRequest
+from protos.inference_pb2 import EmbedRequest, GenerateRequest, ScoreRequest
 from serving_core.errors import RequestError
 from serving_core.reasons import DEADLINE_EXCEEDED
+
+
+def question_of(request: EmbedRequest | ScoreRequest) -> GenerateRequest:
+    """Return a GenerateRequest with the fields that are set in this request and have the same name in both messages."""
+    question = GenerateRequest()
+    for field, value in request.ListFields():
+        if field.name not in GenerateRequest.DESCRIPTOR.fields_by_name:
+            continue
+        if field.message_type is None:
+            setattr(question, field.name, value)
+        else:
+            getattr(question, field.name).CopyFrom(value)
+    return question
 
 
 async def tokenize(tokenizer: Tokenizer, request: inference_pb2.GenerateRequest, limit: TokenLimit) -> list[int]:

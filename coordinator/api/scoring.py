@@ -23,7 +23,7 @@ from coordinator.api.validation import (
 from coordinator.text.answers import TextOptions
 from coordinator.text.reasoning import TAGS, Thoughts, thoughts_behind
 from coordinator.text.tokenizer import Tokenizer, TokenLimit
-from protos.inference_pb2 import Complete, GenerateRequest, LabelLogprobs, ScoreItem, ScoreRequest, ScoreResponse
+from protos.inference_pb2 import Complete, LabelLogprobs, ScoreItem, ScoreRequest, ScoreResponse
 from serving_core.errors import RequestError
 from serving_core.reasons import BAD_PARAM
 from serving_core.requests import LOGPROBS, Pooling, SamplingParams
@@ -61,25 +61,6 @@ def check_items(request: ScoreRequest) -> None:
         for label in item.labels:
             if not 1 <= len(label) <= MAX_LABEL_CHARS:
                 raise bad(name, f"must have 1 to {MAX_LABEL_CHARS} characters each, not {len(label)}")
-
-
-def question_of(request: ScoreRequest) -> GenerateRequest:
-    """Return a GenerateRequest with the fields that a Score request has in common with it."""
-    question = GenerateRequest(
-        request_id=request.request_id,
-        model=request.model,
-        cache_salt=request.cache_salt,
-        slo_class=request.slo_class,
-    )
-    match request.WhichOneof("input"):
-        case "text":
-            question.text = request.text
-        case "chat":
-            question.chat.CopyFrom(request.chat)
-    for name in ("ttft_ms", "priority"):
-        if request.HasField(name):
-            setattr(question, name, getattr(request, name))
-    return question
 
 
 async def tokenize_items(

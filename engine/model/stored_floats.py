@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from engine.model.checkpoint import Checkpoint, Part, Span, whole_tensor
-from engine.model.stored_weights import READERS, Reader, matrix_sizes
+from engine.model.stored_weights import READERS, Reader, StoredFormat, matrix_sizes
 from serving_core.errors import ModelError
 from serving_core.model_files.stored_quantization import (
     FP8,
@@ -30,25 +30,8 @@ NUMBERS: Final = ("U8", "I8", FP8)  # dtypes of a `weight` that is no float
 READ_AT_ONCE: Final = 2**22  # elements
 
 
-class FloatFormat(Protocol):
+class FloatFormat(StoredFormat, Protocol):
     """Reads the weights of one format as floats."""
-
-    numbers: tuple[str, ...]  # the names that the tensor of a weight's numbers may have
-
-    def sizes(self, stored: StoredQuantization, checkpoint: Checkpoint, module: str) -> tuple[int, int]:
-        """Return the numbers of outputs and inputs of a module whose weight is stored in this format.
-
-        `module` is its name in `checkpoint`, and `stored` the checkpoint's quantization. Raises ModelError if a tensor
-        that tells the sizes is damaged.
-        """
-
-    def parts(
-        self, stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: int, inputs: int
-    ) -> list[Part]:
-        """Return the tensors that store the weight of a module with these numbers of outputs and inputs.
-
-        Raises ModelError for sizes that the format cannot hold.
-        """
 
     def dense(
         self, stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: Extent, inputs: Extent

@@ -90,8 +90,8 @@ def matrix_sizes(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-class Reader(Protocol):
-    """Reads the weights of one format of quantized checkpoints."""
+class StoredFormat(Protocol):
+    """Names the tensors that store the weights of one format of quantized checkpoints."""
 
     numbers: tuple[str, ...]  # the names that the tensor of a weight's numbers may have
 
@@ -109,6 +109,10 @@ class Reader(Protocol):
 
         `module` is its name in the checkpoint. Raises ModelError for sizes that the format cannot hold.
         """
+
+
+class Reader(StoredFormat, Protocol):
+    """Reads the weights of one format of quantized checkpoints."""
 
     def read(
         self, stored: StoredQuantization, checkpoint: Checkpoint, module: str, outputs: Extent, inputs: Extent

@@ -6,6 +6,7 @@ import struct
 import pytest
 
 from coordinator.api import messages, scoring
+from coordinator.api.prompts import question_of
 from coordinator.api.scoring import Item, check_items, check_reply_begins, next_tokens, plan_scores, response_of
 from coordinator.api.validation import Limits
 from coordinator.control.load import Prompt
@@ -95,7 +96,7 @@ def test_all_prompts_together_have_a_limit(monkeypatch):
 
 def test_the_wire_to_the_coordinator_keeps_a_plan():
     made = plan([YES_NO, LONG])
-    wire = messages.call_to_wire("1", made, scoring.question_of(ScoreRequest(request_id="r")), [NOTHING] * 4)
+    wire = messages.call_to_wire("1", made, question_of(ScoreRequest(request_id="r")), [NOTHING] * 4)
     read, so_fars = messages.plan_from_wire(wire)
     assert (read, so_fars) == (made, [NOTHING] * 4)
 
