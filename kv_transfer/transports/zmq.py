@@ -267,7 +267,9 @@ class ZmqListener:
         if bind.startswith(IPC) and len(bind) - len(IPC) > zmq.IPC_PATH_MAX_LEN:
             raise SettingsError(f"the path of {bind} is longer than {zmq.IPC_PATH_MAX_LEN} characters")
         keep_freed_memory()
-        self._memory_reader = MemoryReader(self._send_note, is_willing=shares_memory)
+        self._shares_memory = shares_memory
+        # Nothing here may refer to the Listener before it starts: a context that is deleted in a cycle waits for its
+        # sockets without end.
         self._context = zmq.Context()
         self._router = open_socket(self._context, zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a disconnected peer raises
@@ -299,6 +301,7 @@ class ZmqListener:
 
     def start(self, on_message: OnMessage) -> None:
         self._on_message = on_message
+        self._memory_reader = MemoryReader(self._send_note, is_willing=self._shares_memory)
         self._auth_inbox = Inbox(self._auth_socket, partial(self._guard.authenticate, self._auth_socket))
         self._inbox = Inbox(self._router, self._take)
 

@@ -3,7 +3,9 @@ IPv6."""
 
 import asyncio
 import contextlib
+import gc
 import socket
+import weakref
 
 import psutil
 import pytest
@@ -139,6 +141,19 @@ def test_who_says_nothing_is_cut_off(stores, monkeypatch):
         await listener.close()
 
     run(scenario())
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_an_end_that_never_started_is_freed_at_once():
+    """A context that the collector finds in a cycle would wait for its sockets without end."""
+    listener, dialer = ZmqListener("tcp://127.0.0.1:*"), ZmqDialer()
+    kept = [weakref.ref(end) for end in (listener, dialer)]
+    gc.disable()
+    try:
+        del listener, dialer
+        assert [ref() for ref in kept] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
