@@ -94,7 +94,7 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, and report errors that SplitServe raises on purpose in one sentence.
 
-        A SplitServeError exits with code 2 for wrong settings or an unusable model, else 1; Ctrl-C with code 130. An
+        The reason of a server's error, as in its API, stands behind the sentence. A SplitServeError exits with code 2 for wrong settings or an unusable model, else 1; Ctrl-C with code 130. An
         unknown flag or value gets a hint at our name for it, if there is one; a wrong value is reported with the place
         where it was set.
         """
@@ -108,7 +108,8 @@ class LazyGroup(click.Group):
             click.echo(err=True)
             ctx.exit(INTERRUPTED)
         except SplitServeError as error:
-            click.echo(f"Error: {error}", err=True)
+            reason = getattr(error, "reason", "")
+            click.echo(f"Error: {error}" + (f" ({reason})" if reason else ""), err=True)
             ctx.exit(2 if isinstance(error, SettingsError | ModelError) else 1)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -21,7 +21,7 @@ NO_NODE: Final = "no_node"
 _TITLES: Final = {field.removesuffix("_s"): name for name, field, _, _ in PHASES} | {
     "kv_alloc": "alloc",
     "kv_transfer": "transfer",
-    NO_NODE: "no node",
+    NO_NODE: "node wait",
 }
 
 

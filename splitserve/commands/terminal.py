@@ -166,7 +166,7 @@ def _node_table(nodes: list[NodeLoad], server: ServerInfo) -> Table:
     numbers = ("running", "waiting", "step ms", "prefill tok/s", "TP", "MiB")
     table = plain_table("node", "role", "state", numbers=numbers)
     table.add_column("shape")
-    table.add_column("attention")
+    table.add_column("attention backend")
     infos = {node.name: node for node in server.nodes}
     for load in nodes:
         table.add_row(*_node_row(load, infos.get(load.name)))

@@ -51,7 +51,7 @@ def test_a_drain_that_is_refused_is_one_sentence(run, script):
     script.failures = [refusal(grpc.StatusCode.FAILED_PRECONDITION, sentence, "NO_OTHER_NODE")]
     result = run("drain", "decode-0")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.splitlines() == ["Asking decode-0 to drain", f"Error: {sentence}"]
+    assert result.stderr.splitlines() == ["Asking decode-0 to drain", f"Error: {sentence} (NO_OTHER_NODE)"]
 
 
 @pytest.mark.parametrize("command", [("drain", "decode-0"), ("role", "decode-0", "decode")])
@@ -82,7 +82,19 @@ def test_status_shows_nodes_and_load(run):
     assert "1 live request," in result.stdout
     titles = [re.split(" {2,}", line.rstrip()) for line in result.stdout.splitlines() if line.startswith("node")]
     assert titles == [
-        ["node", "role", "state", "running", "waiting", "step ms", "prefill tok/s", "TP", "MiB", "shape", "attention"],
+        [
+            "node",
+            "role",
+            "state",
+            "running",
+            "waiting",
+            "step ms",
+            "prefill tok/s",
+            "TP",
+            "MiB",
+            "shape",
+            "attention backend",
+        ],
         ["node", "blocks used", "blocks cached", "tokens cached", "KV moved", "failed"],
     ]
     rows = [line.split() for line in result.stdout.splitlines()]
@@ -201,7 +213,7 @@ def test_what_the_server_says_of_a_role_that_cannot_be_is_what_the_command_says(
     message = "node d0 is the last one that decodes sequences"
     script.failures = [refusal(grpc.StatusCode.FAILED_PRECONDITION, message, "NO_OTHER_NODE")]
     result = run("role", "d0", "prefill")
-    assert (result.exit_code, result.stderr) == (1, f"Error: {message}\n")
+    assert (result.exit_code, result.stderr) == (1, f"Error: {message} (NO_OTHER_NODE)\n")
 
 
 WIRE = {

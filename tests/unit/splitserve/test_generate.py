@@ -117,7 +117,7 @@ def test_the_commands_own_limit_gives_way_to_the_context(run, script):
 def test_a_refusal_of_what_the_user_asked_for_is_told(run, script, flags, field):
     script.failures = [too_long(field)]
     result = run("generate", "hi", *flags)
-    assert (result.exit_code, result.stderr) == (1, f"Error: {field} is too large\n")
+    assert (result.exit_code, result.stderr) == (1, f"Error: {field} is too large (BAD_PARAM)\n")
     assert len(script.requests) == 1
 
 
@@ -263,7 +263,7 @@ def test_the_timeline_tells_of_calls_that_broke_off(run, script):
     gone = refusal(grpc.StatusCode.UNAVAILABLE, "the server has stopped", "DRAINING")
     script.replies, script.broken_off = [chunk("Par", 0, [7])], gone
     shown = run("generate", "hi", "--timeline", "--no-resume").stderr
-    assert shown.splitlines()[-1] == "Error: the server has stopped"
+    assert shown.splitlines()[-1] == "Error: the server has stopped (DRAINING)"
     whole = [chunk("is", 1, [8]), complete(timeline=TIMELINE, completion_tokens=2, resumed_tokens=1)]
     script.replies, script.broken_off, script.later = [chunk("Par", 0, [7])], gone, whole
     result = run("generate", "hi", "--timeline")
@@ -295,7 +295,7 @@ def test_a_refusal_is_one_sentence(run, script):
     script.failures = [refusal(grpc.StatusCode.INVALID_ARGUMENT, "temperature must be at least 0", "BAD_PARAM")]
     result = run("generate", "hi", "--temperature", "-1")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == "Error: temperature must be at least 0\n"
+    assert result.stderr == "Error: temperature must be at least 0 (BAD_PARAM)\n"
 
 
 def test_limits_reach_the_server_and_the_timeline_tells_what_became_of_them(run, script):

@@ -96,7 +96,7 @@ def test_a_frame_tells_of_nodes_phases_rates_and_times(script, target):
     assert result.stdout.splitlines()[0] == "some-model · 3 nodes · up 3 min 20 s"
     [phases] = [line for line in result.stdout.splitlines() if line.startswith("live")]
     assert re.split(" {2,}", phases.rstrip()) == ["live", "prefill queue", "prefill", "alloc", "transfer",
-                                                  "decode queue", "decode", "no node"]  # fmt: skip
+                                                  "decode queue", "decode", "node wait"]  # fmt: skip
     assert shown["last"][-2:] == ["attained", "SLO"]
     assert shown["1004"] == ["2", "1", "0", "1", "0", "1000", "0"]
     assert "tokens/s: 346 generation, 123k prompt · 3.4 requests/s" in result.stdout
