@@ -8,7 +8,7 @@ const KEY = "splitserve-api-key";
 const NO_NODE = "no_node";
 const TITLES = {
   prefill_queue: "prefill queue", prefill: "prefill", kv_alloc: "KV alloc", kv_transfer: "KV transfer",
-  decode_queue: "decode queue", decode: "decode", no_node: "no node",
+  decode_queue: "decode queue", decode: "decode", no_node: "node wait",
 };
 const PREFILLING = new Set(["prefill_queue", "prefill"]);
 const $ = (id) => document.getElementById(id);
@@ -238,7 +238,7 @@ function drawRequests(svg, drawnRequests, begin, end, {row, isAlone = false}) {
   for (const [name, pieces] of used) {
     const height = pack(pieces) * (row + gap) - gap + 2 * pad;
     back.append(drawn("rect", {class: "lane", x: gutter, y, width: width - gutter, height, rx: 4}));
-    const label = name === NO_NODE ? "no node" : elided(name, 15);
+    const label = name === NO_NODE ? "node wait" : elided(name, 15);
     back.append(drawn("text", {class: present.has(name) ? "node" : "node gone", x: 0, y: y + height / 2 + 4}, label,
       drawn("title", {}, present.has(name) || name === NO_NODE ? name : `${name}: is not there any more`)));
     for (const piece of pieces) {
@@ -331,7 +331,7 @@ function fillRequestRow(row, request) {
   row.cells[0].firstChild.setAttribute("aria-pressed", world.chosen === request.sequence_id);
 }
 
-const wayOf = (request) => piecesOf(request).map((piece) => (piece.node === NO_NODE ? "no node" : piece.node)).join(" → ");
+const wayOf = (request) => piecesOf(request).map((piece) => (piece.node === NO_NODE ? "node wait" : piece.node)).join(" → ");
 
 function choose(sequenceId) {
   world.chosen = world.chosen === sequenceId ? null : sequenceId;
