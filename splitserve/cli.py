@@ -94,9 +94,9 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, and report errors that SplitServe raises on purpose in one sentence.
 
-        The reason of a server's error, as in its API, stands behind the sentence. A SplitServeError exits with code 2 for wrong settings or an unusable model, else 1; Ctrl-C with code 130. An
-        unknown flag or value gets a hint at our name for it, if there is one; a wrong value is reported with the place
-        where it was set.
+        The reason of a server's error, as in its API, stands behind the sentence. A SplitServeError exits with code 2
+        for wrong settings or an unusable model, else 1; Ctrl-C with code 130. An unknown flag or value gets a hint at
+        our name for it, if there is one; a wrong value is reported with the place where it was set.
         """
         try:
             return super().invoke(ctx)

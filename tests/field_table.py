@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final
 
-from coordinator.api.http.openapi import field_rows
-from coordinator.api.http.request_models import ENDPOINTS
+from coordinator.api.http.openapi import ENDPOINTS, field_rows
 from tests.doc_table import DOCS, page_with
 
 PAGE: Final = DOCS / "reference" / "fields.md"

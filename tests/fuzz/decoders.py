@@ -18,16 +18,16 @@ from starlette.exceptions import HTTPException
 
 from coordinator.api.authentication import BearerSecrets
 from coordinator.api.http.anthropic_messages import MessagesCall
+from coordinator.api.http.anthropic_messages_models import MessagesRequest
 from coordinator.api.http.body import MAX_BODY_BYTES, gunzipped, json_object
 from coordinator.api.http.field_types import RequestModel
 from coordinator.api.http.openai_responses import ResponsesCall
+from coordinator.api.http.openai_responses_models import ResponsesRequest
 from coordinator.api.http.request_models import (
     BatchRequest,
     ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,
-    MessagesRequest,
-    ResponsesRequest,
     Scheduled,
     TokenizeRequest,
     TokensRequest,

@@ -4,21 +4,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from coordinator.api.http import sse
-from coordinator.api.http.api_adapters import ChatBody, Object, Translation, content_of, num_cached
-from coordinator.api.http.errors import anthropic_error_object
-from coordinator.api.http.request_models import (
-    ASSISTANT,
+from coordinator.api.http.anthropic_messages_models import (
     AnthropicText,
     AssistantBlock,
     AssistantTurn,
     Block,
     MessagesRequest,
     TextSource,
-    ThinkingPart,
     ToolResult,
     ToolUse,
     UserBlock,
 )
+from coordinator.api.http.api_adapters import ChatBody, Object, Translation, content_of, num_cached
+from coordinator.api.http.errors import anthropic_error_object
+from coordinator.api.http.request_models import ASSISTANT, ThinkingPart
 from coordinator.api.http.tools import object_of
 from coordinator.text.calls.reader import Kind
 from serving_core.errors import RequestError

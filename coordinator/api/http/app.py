@@ -22,6 +22,7 @@ from coordinator.api.authentication import ASKER, BearerSecrets
 from coordinator.api.exposition import CONTENT_TYPE
 from coordinator.api.http import openapi
 from coordinator.api.http.anthropic_messages import MessagesCall
+from coordinator.api.http.anthropic_messages_models import MessagesRequest
 from coordinator.api.http.api_adapters import ApiAdapter, Translation
 from coordinator.api.http.body import read_json
 from coordinator.api.http.decisions import (
@@ -31,6 +32,13 @@ from coordinator.api.http.decisions import (
     parse_decisions,
     parse_systemone,
     systemone_body,
+)
+from coordinator.api.http.decisions_models import (
+    DecisionsRequest,
+    RerankRequest,
+    ScorePairsRequest,
+    Scoring,
+    SystemOneRequest,
 )
 from coordinator.api.http.embeddings import FLOAT, check_size, embed_all, response_body
 from coordinator.api.http.errors import ANTHROPIC_PATH, on_http_exception, on_request_error, renamed
@@ -48,25 +56,19 @@ from coordinator.api.http.middleware import (
     request_id_for,
 )
 from coordinator.api.http.openai_responses import ResponsesCall
+from coordinator.api.http.openai_responses_models import ResponsesRequest
+from coordinator.api.http.openapi import ENDPOINTS
 from coordinator.api.http.page import Page
 from coordinator.api.http.rankings import RANKING_NAMES, parse_pairs, parse_rerank, rerank_body, score_body
 from coordinator.api.http.request_models import (
-    ENDPOINTS,
     BatchRequest,
     ChatRequest,
     CompletionRequest,
-    DecisionsRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
     Generating,
     LoadAdapterRequest,
-    MessagesRequest,
-    RerankRequest,
-    ResponsesRequest,
     Scheduled,
-    ScorePairsRequest,
-    Scoring,
-    SystemOneRequest,
     TokenizeRequest,
     TokensRequest,
     UnloadAdapterRequest,

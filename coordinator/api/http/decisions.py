@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from coordinator.api.http.api_adapters import ChatBody, Object
-from coordinator.api.http.openai_responses import add_item
-from coordinator.api.http.request_models import (
-    ChatRequest,
+from coordinator.api.http.decisions_models import (
     ChoiceQuestion,
     DecisionsRequest,
     Noul,
@@ -26,6 +24,8 @@ from coordinator.api.http.request_models import (
     SystemOneRequest,
     json_text,
 )
+from coordinator.api.http.openai_responses import add_item
+from coordinator.api.http.request_models import ChatRequest
 from coordinator.api.http.requests import chat_input, text_of
 from coordinator.api.validation import bad
 from protos.inference_pb2 import ChatInput, ChatMessage, ScoreItem, ScoreRequest, ScoreResponse

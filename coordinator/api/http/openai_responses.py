@@ -9,18 +9,17 @@ from typing import Any, Final
 from coordinator.api.http import sse
 from coordinator.api.http.api_adapters import ChatBody, Object, Translation, content_of, num_cached
 from coordinator.api.http.errors import error_object
-from coordinator.api.http.request_models import (
-    ASSISTANT,
+from coordinator.api.http.openai_responses_models import (
     LOGPROBS,
     FunctionCallItem,
     FunctionOutputItem,
     Item,
     MessageItem,
-    Part,
     ReasoningItem,
     ResponsesNamedTool,
     ResponsesRequest,
 )
+from coordinator.api.http.request_models import ASSISTANT, Part
 from coordinator.api.http.requests import text_of
 from coordinator.api.validation import bad
 from coordinator.text.calls.reader import Kind

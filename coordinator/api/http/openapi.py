@@ -8,10 +8,40 @@ from typing import Any, Final
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
+from coordinator.api.http.anthropic_messages_models import MessagesRequest
+from coordinator.api.http.decisions_models import DecisionsRequest, RerankRequest, ScorePairsRequest, SystemOneRequest
 from coordinator.api.http.field_types import RequestModel
-from coordinator.api.http.request_models import ENDPOINTS, MessagesRequest
+from coordinator.api.http.openai_responses_models import ResponsesRequest
+from coordinator.api.http.request_models import (
+    BatchRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    TokensRequest,
+    UnloadAdapterRequest,
+)
 from serving_core.version import VERSION
 
+ENDPOINTS: Final[dict[str, type[RequestModel]]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/chat/completions/batch": BatchRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/embeddings": EmbeddingsRequest,
+    "/v1/decisions": DecisionsRequest,
+    "/v1/systemone": SystemOneRequest,
+    "/v1/score": ScorePairsRequest,
+    "/v1/rerank": RerankRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/inference/v1/generate": TokensRequest,
+    "/v1/load_lora_adapter": LoadAdapterRequest,
+    "/v1/unload_lora_adapter": UnloadAdapterRequest,
+}
 _RENDERED: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _BODIES: Final[dict[str, type[RequestModel]]] = {
     **ENDPOINTS,

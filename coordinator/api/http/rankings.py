@@ -8,7 +8,7 @@ from typing import Final
 
 from coordinator.api.http.api_adapters import Object
 from coordinator.api.http.decisions import NO, USER, YES, chat_of, odds_of, score_request
-from coordinator.api.http.request_models import RerankRequest, ScorePairsRequest
+from coordinator.api.http.decisions_models import RerankRequest, ScorePairsRequest
 from coordinator.api.validation import bad
 from protos.inference_pb2 import ChatMessage, ScoreItem, ScoreRequest, ScoreResponse
 

@@ -10,7 +10,6 @@ which also fills in the sampling defaults of the model's folder (coordinator/ser
 fields are `SAMPLING_RANGES` (serving_core/requests.py).
 """
 
-import json
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -41,7 +40,6 @@ from coordinator.api.http.field_types import (
     fault,
     shown,
 )
-from coordinator.api.scoring import MAX_ITEMS, MAX_LABELS
 from coordinator.api.validation import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_ANSWERS,
@@ -63,60 +61,44 @@ from serving_core.requests import SAMPLING_RANGES
 MAX_TIER_CHARS: Final = 64
 MAX_ARGUMENTS_CHARS: Final = 2**20  # of one tool call
 MAX_CONVERSATIONS: Final = 256
-MAX_INCLUDED: Final = 32
 MAX_INPUTS: Final = 2048  # OpenAI's
-MAX_LEVELS: Final = 10
 MAX_PROMPTS: Final = 256
-MAX_QUESTIONS: Final = 400  # OpenAI's
 MAX_TEMPLATE_KWARGS: Final = 64
 MAX_TOOLS: Final = 512
 ASSISTANT: Final = "assistant"
-LOGPROBS: Final = "message.output_text.logprobs"
-INCLUDABLE: Final = (
-    LOGPROBS,
-    "reasoning.encrypted_content",
-    "message.input_image.image_url",
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "computer_call_output.output.image_url",
-    "code_interpreter_call.outputs",
-)
-"""Values of `include` in OpenAI's API. Only the first has an effect."""
 
-_ANYBODY: Final = Ignored("the caller's identity changes nothing")
+ANYBODY: Final = Ignored("the caller's identity changes nothing")
 _BEAMS: Final = "there is no beam search; outputs are sampled or greedy"
-_CACHED: Final = Ignored("common beginnings are cached in any case")
-_CLEARS_NOTHING: Final = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-_FOR_CLIENTS: Final = Ignored("it is for the client's own use")
+CACHED: Final = Ignored("common beginnings are cached in any case")
+FOR_CLIENTS: Final = Ignored("it is for the client's own use")
 _FOR_MESSAGES: Final = Ignored("only messages use it")
-_NOT_READ: Final = Ignored("the model does not read it")
+NOT_READ: Final = Ignored("the model does not read it")
 _NO_EXTENSION: Final = "there is no extension that would take it"
 _NO_BEAMS: Final = Ignored("only beam search uses it")
-_ONE_CLASS: Final = Ignored("there is one")
+ONE_CLASS: Final = Ignored("there is one")
 _OUTPUT_IS_TEXT: Final = "outputs are text, by the model alone"
-_STATELESS: Final = "nothing is stored: send the whole conversation"
+STATELESS: Final = "nothing is stored: send the whole conversation"
 _SPECIAL_TOKENS: Final = "send token ids, which /tokenize makes without special tokens"
-_TEXT_ONLY: Final = Ignored("messages are text")
+TEXT_ONLY: Final = Ignored("messages are text")
 _TRANSFERS: Final = "the server decides what its nodes transfer"
 _VLLMS_OWN: Final = Ignored("it is a matter of vLLM's own")
 _WHOLE_VOCABULARY: Final = "-1: of the whole vocabulary, within --max-logprobs"
 
 
-_ModelName = Annotated[str | None, Field(description="a served name or a LoRA adapter; default: the served model")]
-_CacheSalt = Annotated[
+ModelName = Annotated[str | None, Field(description="a served name or a LoRA adapter; default: the served model")]
+CacheSalt = Annotated[
     Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None,
     Field(description="cached prefixes are shared by requests of one salt"),
 ]
-_RequestId = Annotated[str | None, Field(description="the header X-Request-Id precedes it; default: a random id")]
-_Priority = Annotated[
+RequestId = Annotated[str | None, Field(description="the header X-Request-Id precedes it; default: a random id")]
+Priority = Annotated[
     int | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="the lower the earlier; default 0")
 ]
-_TemplateVariables = Annotated[
+TemplateVariables = Annotated[
     Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_KWARGS)] | None,
     Field(description="variables of the chat template"),
 ]
-_IncludeReasoning = Annotated[bool | None, Field(description="false leaves thoughts out of the response; default true")]
+IncludeReasoning = Annotated[bool | None, Field(description="false leaves thoughts out of the response; default true")]
 
 
 def _ranged(name: str, about: str) -> Any:
@@ -129,7 +111,7 @@ def _ranged(name: str, about: str) -> Any:
 FunctionName = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
 
 
-def _check_parameters(parameters: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
+def check_parameters(parameters: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
     types = (parameters or {}).get("type", "object")
     if info.data.get("strict") and "object" not in (types if isinstance(types, list) else [types]):
         raise expected("a JSON schema of objects where strict is true")
@@ -142,23 +124,23 @@ class Function(Model):
     name: FunctionName
     description: str | None = None
     strict: bool | None = None
-    parameters: Annotated[dict[str, Any] | None, AfterValidator(_check_parameters)] = None
+    parameters: Annotated[dict[str, Any] | None, AfterValidator(check_parameters)] = None
 
 
-class _Part(Model):
-    annotations: Annotated[Any, _NOT_READ] = None
-    cache_control: Annotated[Any, _CACHED] = None
-    citations: Annotated[Any, _NOT_READ] = None
-    logprobs: Annotated[Any, _NOT_READ] = None
-    prompt_cache_breakpoint: Annotated[Any, _CACHED] = None
+class ContentPart(Model):
+    annotations: Annotated[Any, NOT_READ] = None
+    cache_control: Annotated[Any, CACHED] = None
+    citations: Annotated[Any, NOT_READ] = None
+    logprobs: Annotated[Any, NOT_READ] = None
+    prompt_cache_breakpoint: Annotated[Any, CACHED] = None
 
 
-class TextPart(_Part):
+class TextPart(ContentPart):
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class RefusalPart(_Part):
+class RefusalPart(ContentPart):
     type: Literal["refusal"]
     refusal: str
 
@@ -166,7 +148,7 @@ class RefusalPart(_Part):
 class ThinkingPart(Model):
     type: Literal["thinking"]
     thinking: str
-    signature: Annotated[Any, _NOT_READ] = None
+    signature: Annotated[Any, NOT_READ] = None
 
 
 class RedactedThinkingPart(Model):
@@ -176,10 +158,10 @@ class RedactedThinkingPart(Model):
 
 Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 AssistantPart = Annotated[TextPart | RefusalPart | ThinkingPart | RedactedThinkingPart, Field(discriminator="type")]
-_CONTENT = by_json_type("a string or a list of text parts")
-Content = Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[Part], Field(max_length=MAX_PARTS), Tag(LIST)], _CONTENT]
+CONTENT = by_json_type("a string or a list of text parts")
+Content = Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[Part], Field(max_length=MAX_PARTS), Tag(LIST)], CONTENT]
 AssistantContent = Annotated[
-    Annotated[str, Tag(TEXT)] | Annotated[list[AssistantPart], Field(max_length=MAX_PARTS), Tag(LIST)], _CONTENT
+    Annotated[str, Tag(TEXT)] | Annotated[list[AssistantPart], Field(max_length=MAX_PARTS), Tag(LIST)], CONTENT
 ]
 
 
@@ -209,14 +191,14 @@ class ToolCall(Model):
 
     type: Literal["function"] | None = None
     id: str | None = None
-    index: Annotated[Any, _NOT_READ] = None
+    index: Annotated[Any, NOT_READ] = None
     function: CalledFunction
 
 
 class _Message(Model):
     role: Annotated[str, Field(min_length=1)]
     name: str | None = None
-    annotations: Annotated[Any, _NOT_READ] = None
+    annotations: Annotated[Any, NOT_READ] = None
     function_call: Annotated[Any, Refused("send tool_calls", {}, "")] = None
     reasoning: str | None = Field(None, description="vLLM's newer name of reasoning_content")
     reasoning_content: str | None = None
@@ -252,8 +234,8 @@ Conversation = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSA
 
 
 class JsonSchemaFormat(Model):
-    name: Annotated[Any, _NOT_READ] = None
-    description: Annotated[Any, _NOT_READ] = None
+    name: Annotated[Any, NOT_READ] = None
+    description: Annotated[Any, NOT_READ] = None
     strict: Annotated[Any, Ignored("a schema is enforced in any case")] = None
     json_schema: dict[str, Any] = Field(alias="schema")
 
@@ -340,13 +322,13 @@ class SamplingFields(Model):
 class Scheduled(RequestModel):
     """Fields of the requests that generate, whatever their API, but for sampling."""
 
-    model: _ModelName = None
-    cache_salt: _CacheSalt = None
+    model: ModelName = None
+    cache_salt: CacheSalt = None
     ttft_ms: float | None = Field(None, description="SLO on the time to the first token")
     tpot_ms: float | None = Field(None, description="SLO on the time per output token")
     slo_class: str | None = Field(None, description="SLO class, of those that the operator has set")
-    priority: _Priority = None
-    request_id: _RequestId = None
+    priority: Priority = None
+    request_id: RequestId = None
     service_tier: Annotated[str, Field(max_length=MAX_TIER_CHARS)] | None = Field(
         None, description="SLO class of this name, if the operator has set one and slo_class is not given"
     )
@@ -363,7 +345,7 @@ class Generating(SamplingFields, Scheduled):
     vllm_xargs: Annotated[Any, Refused(_NO_EXTENSION, {})] = None
 
 
-_Stop = Annotated[
+Stop = Annotated[
     Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)] | None,
     Field(description=f"up to {MAX_STOP_STRINGS} texts of up to {MAX_STOP_CHARS} characters that end the output"),
 ]
@@ -387,19 +369,19 @@ _NO_SPACES: Final = Ignored("there are none")
 _NO_INTERVAL: Final = Ignored("an event has the tokens that have come until then")
 
 
-class _OfOpenAI(Generating):
+class OpenAIFields(Generating):
     """Fields of OpenAI's requests that generate."""
 
-    stop: _Stop = None
-    user: Annotated[Any, _ANYBODY] = None
-    safety_identifier: Annotated[Any, _ANYBODY] = None
-    prompt_cache_key: Annotated[Any, _CACHED] = None
-    prompt_cache_options: Annotated[Any, _CACHED] = None
-    prompt_cache_retention: Annotated[Any, _CACHED] = None
-    session_id: Annotated[Any, _CACHED] = None
+    stop: Stop = None
+    user: Annotated[Any, ANYBODY] = None
+    safety_identifier: Annotated[Any, ANYBODY] = None
+    prompt_cache_key: Annotated[Any, CACHED] = None
+    prompt_cache_options: Annotated[Any, CACHED] = None
+    prompt_cache_retention: Annotated[Any, CACHED] = None
+    session_id: Annotated[Any, CACHED] = None
 
 
-class CompletionFields(_OfOpenAI):
+class CompletionFields(OpenAIFields):
     """Fields of completions and chat completions."""
 
     n: Any = None
@@ -419,13 +401,13 @@ class CompletionFields(_OfOpenAI):
     )
     return_tokens_as_token_ids: bool | None = Field(None, description="tokens are `token_id:7` in logprobs")
     return_token_ids: bool | None = Field(None, description="in a batch, those of the outputs alone")
-    metadata: Annotated[Any, _FOR_CLIENTS] = None
+    metadata: Annotated[Any, FOR_CLIENTS] = None
     store: Annotated[Any, Ignored("no output is stored")] = None
     length_penalty: Annotated[Any, _NO_BEAMS] = None
     early_stopping: Annotated[Any, _NO_BEAMS] = None
     spaces_between_special_tokens: Annotated[Any, _NO_SPACES] = None
     stream_interval: Annotated[Any, _NO_INTERVAL] = None
-    guided_decoding_backend: Annotated[Any, _ONE_CLASS] = None
+    guided_decoding_backend: Annotated[Any, ONE_CLASS] = None
     return_token_offsets: Annotated[Any, Ignored("only rendering uses it, in vLLM too")] = None
     return_mm_kwargs: Annotated[Any, Ignored("only rendering uses it, in vLLM too")] = None
     routed_experts_prompt_start: Annotated[Any, _NO_ROUTING] = None
@@ -452,7 +434,7 @@ _PromptLogprobs = Annotated[
     int | None,
     Field(ge=-1, le=2**31 - 1, description="the k likeliest tokens of each position; not in a stream; -1: all"),
 ]
-_Stream = Annotated[bool | None, Field(description="the output comes as events; default false")]
+Stream = Annotated[bool | None, Field(description="the output comes as events; default false")]
 _NewestUsage = Annotated[StreamOptions | None, Field(description="needs stream")]
 
 
@@ -498,7 +480,7 @@ class CompletionRequest(CompletionFields):
     logprobs: int | None = Field(None, ge=-1, le=2**31 - 1, description=f"the likeliest tokens; {_WHOLE_VOCABULARY}")
     prompt_logprobs: _PromptLogprobs = None
     echo: bool | None = Field(None, description="the text begins with the prompt; default false")
-    stream: _Stream = None
+    stream: Stream = None
     stream_options: _NewestUsage = None
     add_special_tokens: Annotated[Any, Refused(_SPECIAL_TOKENS, True)] = None
 
@@ -506,7 +488,7 @@ class CompletionRequest(CompletionFields):
 class EmbeddingsRequest(RequestModel):
     """A call of /v1/embeddings."""
 
-    model: _ModelName = None
+    model: ModelName = None
     input: Annotated[Prompts, _limit_prompts(MAX_INPUTS)] = Field(description="text, token ids, or a list of either")
     encoding_format: Literal["float", "base64"] | None = Field(None, description="default float")
     dimensions: int | None = Field(
@@ -516,15 +498,15 @@ class EmbeddingsRequest(RequestModel):
     truncate_prompt_tokens: Int32 | None = Field(
         None, description="the first tokens are kept; -1: as many as there is room for"
     )
-    cache_salt: _CacheSalt = None
-    priority: _Priority = None
-    request_id: _RequestId = None
-    user: Annotated[Any, _ANYBODY] = None
-    safety_identifier: Annotated[Any, _ANYBODY] = None
-    additional_data: Annotated[Any, _FOR_CLIENTS] = None
-    service_tier: Annotated[Any, _ONE_CLASS] = None
-    media_io_kwargs: Annotated[Any, _TEXT_ONLY] = None
-    mm_processor_kwargs: Annotated[Any, _TEXT_ONLY] = None
+    cache_salt: CacheSalt = None
+    priority: Priority = None
+    request_id: RequestId = None
+    user: Annotated[Any, ANYBODY] = None
+    safety_identifier: Annotated[Any, ANYBODY] = None
+    additional_data: Annotated[Any, FOR_CLIENTS] = None
+    service_tier: Annotated[Any, ONE_CLASS] = None
+    media_io_kwargs: Annotated[Any, TEXT_ONLY] = None
+    mm_processor_kwargs: Annotated[Any, TEXT_ONLY] = None
     add_generation_prompt: Annotated[Any, _FOR_MESSAGES] = None
     continue_final_message: Annotated[Any, _FOR_MESSAGES] = None
     chat_template: Annotated[Any, _FOR_MESSAGES] = None
@@ -570,9 +552,9 @@ class TemplateFields(RequestModel):
     )
     add_generation_prompt: bool | None = Field(None, description="default true, unless a message is continued")
     continue_final_message: bool | None = Field(None, description="the output goes on with the last message")
-    chat_template_kwargs: _TemplateVariables = None
-    media_io_kwargs: Annotated[Any, _TEXT_ONLY] = None
-    mm_processor_kwargs: Annotated[Any, _TEXT_ONLY] = None
+    chat_template_kwargs: TemplateVariables = None
+    media_io_kwargs: Annotated[Any, TEXT_ONLY] = None
+    mm_processor_kwargs: Annotated[Any, TEXT_ONLY] = None
     chat_template: Annotated[Any, Refused("templates are the operator's (--chat-template)")] = None
     documents: Annotated[Any, Refused("chat_template_kwargs hands them to a template that knows them", [])] = None
 
@@ -589,7 +571,7 @@ class ChatFields(CompletionFields, TemplateFields):
     echo: bool | None = Field(
         None, description="the output begins with the last message, if that is the assistant's, as in vLLM"
     )
-    include_reasoning: _IncludeReasoning = None
+    include_reasoning: IncludeReasoning = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
@@ -613,7 +595,7 @@ class ChatRequest(ChatFields):
     n: _Count = None
     messages: Conversation
     prompt_logprobs: _PromptLogprobs = None
-    stream: _Stream = None
+    stream: Stream = None
     stream_options: _NewestUsage = None
     tools: Tools | None = Field(None, description="functions that the output may call")
     tool_choice: ToolChoice | None = Field(None, description="default auto")
@@ -640,7 +622,7 @@ class BatchRequest(ChatFields):
 class TokenizeRequest(TemplateFields):
     """A call of /tokenize: for `prompt`, or for `messages` and the fields of a chat template."""
 
-    model: _ModelName = None
+    model: ModelName = None
     prompt: str | None = Field(None, description="a text, in place of messages")
     messages: Conversation | None = Field(None, description="a conversation, in place of a prompt")
     tools: Tools | None = Field(None, description="functions that the chat template shows")
@@ -651,319 +633,8 @@ class TokenizeRequest(TemplateFields):
 class DetokenizeRequest(RequestModel):
     """A call of /detokenize."""
 
-    model: _ModelName = None
+    model: ModelName = None
     tokens: TokenIds
-
-
-# ---- OpenAI's responses ----
-
-
-class _Item(Model):
-    id: Annotated[Any, _NOT_READ] = None
-    status: Annotated[Any, _NOT_READ] = None
-    phase: Annotated[Any, _NOT_READ] = None
-    summary: Annotated[Any, _NOT_READ] = None
-    encrypted_content: Annotated[Any, _NOT_READ] = None
-
-
-class MessageItem(_Item):
-    type: Literal["message"]
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Content
-
-
-class FunctionCallItem(_Item):
-    type: Literal["function_call"]
-    namespace: Annotated[Any, _NOT_READ] = None
-    call_id: str | None = None
-    name: FunctionName
-    arguments: Arguments | None = None
-
-
-class FunctionOutputItem(_Item):
-    type: Literal["function_call_output"]
-    call_id: str | None = None
-    output: Content
-
-
-class ReasoningText(_Part):
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class ReasoningItem(_Item):
-    type: Literal["reasoning"]
-    content: list[ReasoningText] | None = Field(None, max_length=MAX_PARTS)
-
-
-def _with_type(value: Any) -> Any:
-    return value if not isinstance(value, dict) or value.get("type") else {**value, "type": "message"}
-
-
-Item = Annotated[
-    Annotated[MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem, Field(discriminator="type")],
-    BeforeValidator(_with_type),
-]
-
-
-class TextFormat(Model):
-    type: Literal["text", "json_object", "json_schema"]
-    name: Annotated[Any, _NOT_READ] = None
-    description: Annotated[Any, _NOT_READ] = None
-    strict: Annotated[Any, Ignored("a schema is enforced in any case")] = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema", validate_default=True)
-
-    @field_validator("json_schema")
-    @classmethod
-    def _check_schema(cls, value: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
-        if value is None and info.data.get("type") == "json_schema":
-            raise expected("a JSON schema: an object")
-        return value
-
-
-class TextOptions(Model):
-    format: TextFormat | None = None
-    verbosity: Annotated[Any, Refused("say it in a message", "medium")] = None
-
-
-class ReasoningOptions(Model):
-    effort: Effort | None = Field(None, description="as reasoning_effort of a chat completion")
-    summary: Annotated[str | None, Ignored("thoughts are returned as they are")] = None
-    generate_summary: Annotated[str | None, Ignored("thoughts are returned as they are")] = None
-
-
-class _TypedFunction(Model):
-    type: Literal["function"]
-
-
-class ResponsesTool(Function, _TypedFunction):
-    """A function that the output may call; a fault of `type`, the last base's, is named first."""
-
-
-class ResponsesNamedTool(NamedFunction, _TypedFunction):
-    pass
-
-
-class ResponsesRequest(_OfOpenAI):
-    """A call of /v1/responses."""
-
-    input: Annotated[
-        Annotated[str, Tag(TEXT)] | Annotated[list[Item], Field(max_length=MAX_MESSAGES), Tag(LIST)],
-        by_json_type("a string, or a list of items"),
-    ]
-    instructions: str | None = Field(None, description="a system message before the input")
-    max_output_tokens: int | None = Field(
-        None, ge=1, le=2**31 - 1, description="default: what the prompt leaves room for"
-    )
-    stream: _Stream = None
-    text: TextOptions | None = Field(None, description="format as response_format of a chat completion")
-    reasoning: ReasoningOptions | None = Field(None, description="effort, as reasoning_effort of a chat completion")
-    tools: list[ResponsesTool] | None = Field(
-        None, max_length=MAX_TOOLS, description="functions that the output may call"
-    )
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[ResponsesNamedTool, Tag(OBJECT)],
-            by_json_type("none, auto, required or one of the tools"),
-        ]
-        | None
-    ) = Field(None, description="default auto")
-    parallel_tool_calls: bool | None = Field(None, description="default true")
-    include: Texts | None = Field(
-        None, max_length=MAX_INCLUDED, description=f"{LOGPROBS}; a response has nothing of what else OpenAI has here"
-    )
-    top_logprobs: int | None = Field(None, ge=-1, le=2**31 - 1, description=f"of the text; needs {LOGPROBS} in include")
-    chat_template_kwargs: _TemplateVariables = None
-    include_reasoning: _IncludeReasoning = None
-    metadata: dict[str, Any] | None = Field(None, description="the response repeats it")
-    access_programs: Annotated[Any, Ignored("there are none")] = None
-    image: Annotated[Any, _TEXT_ONLY] = None
-    max_tool_calls: Annotated[Any, Ignored("it is of built-in tools")] = None
-    media_io_kwargs: Annotated[Any, _TEXT_ONLY] = None
-    mm_processor_kwargs: Annotated[Any, _TEXT_ONLY] = None
-    stream_options: Annotated[Any, Ignored("events have no padding")] = None
-    background: Annotated[Any, Refused("a response comes while its client waits", False)] = None
-    background_options: Annotated[Any, Refused("a response comes while its client waits")] = None
-    context_management: Annotated[Any, Refused("send what the model is to read", [])] = None
-    conversation: Annotated[Any, Refused(_STATELESS)] = None
-    enable_response_messages: Annotated[Any, Refused("the response has output, and no messages", False)] = None
-    moderation: Annotated[Any, Refused("nothing is moderated")] = None
-    previous_input_messages: Annotated[Any, Refused("send them in input", [])] = None
-    previous_response: Annotated[Any, Refused("send its output in input")] = None
-    previous_response_id: Annotated[Any, Refused(_STATELESS)] = None
-    prompt: Annotated[Any, Refused("no prompts are stored")] = None
-    store: Annotated[Any, Refused("no output is stored", False)] = None
-    truncation: Annotated[Any, Refused("send what there is room for", "disabled")] = None
-
-    @field_validator("include")
-    @classmethod
-    def _check_include(cls, value: list[str] | None) -> list[str] | None:
-        for unknown in set(value or ()).difference(INCLUDABLE):
-            raise fault(f"({shown(unknown)}) is not supported: it may name {', '.join(INCLUDABLE)}")
-        return value
-
-
-# ---- Anthropic's messages ----
-
-
-class AnthropicText(_Part):
-    type: Literal["text"]
-    text: str
-
-
-class Citations(Model):
-    enabled: Annotated[Any, Refused("the output has only the model's words", False)] = None
-
-
-_TEXT_OR_BLOCKS: Final = by_json_type("a string or a list of blocks")
-
-
-class TextSource(Model):
-    type: Literal["text"]
-    media_type: Literal["text/plain"] | None = None
-    data: str
-
-
-class ContentSource(Model):
-    type: Literal["content"]
-    content: (
-        Annotated[
-            Annotated[str, Tag(TEXT)] | Annotated[list[AnthropicText], Field(max_length=MAX_PARTS), Tag(LIST)],
-            _TEXT_OR_BLOCKS,
-        ]
-        | None
-    ) = None
-
-
-class Document(Model):
-    type: Literal["document"]
-    title: str | None = None
-    context: str | None = None
-    source: TextSource | ContentSource = Field(discriminator="type")
-    citations: Citations | None = None
-    cache_control: Annotated[Any, _CACHED] = None
-
-
-Block = Annotated[AnthropicText | Document, Field(discriminator="type")]
-Blocks = Annotated[
-    Annotated[str, Tag(TEXT)] | Annotated[list[Block], Field(max_length=MAX_PARTS), Tag(LIST)], _TEXT_OR_BLOCKS
-]
-
-
-class ToolResult(Model):
-    type: Literal["tool_result"]
-    tool_use_id: str | None = None
-    content: Blocks | None = None
-    is_error: bool | None = None
-    cache_control: Annotated[Any, _CACHED] = None
-
-
-class ToolUse(Model):
-    type: Literal["tool_use"]
-    id: str | None = None
-    name: FunctionName
-    input: dict[str, Any]
-    cache_control: Annotated[Any, _CACHED] = None
-    caller: Annotated[Any, _NOT_READ] = None
-
-
-UserBlock = Annotated[AnthropicText | Document | ToolResult, Field(discriminator="type")]
-AssistantBlock = Annotated[AnthropicText | ThinkingPart | RedactedThinkingPart | ToolUse, Field(discriminator="type")]
-
-
-class UserTurn(Model):
-    role: Literal["user", "system"]
-    content: Annotated[
-        Annotated[str, Tag(TEXT)] | Annotated[list[UserBlock], Field(min_length=1, max_length=MAX_PARTS), Tag(LIST)],
-        _TEXT_OR_BLOCKS,
-    ]
-
-
-class AssistantTurn(Model):
-    role: Literal["assistant"]
-    content: Annotated[
-        Annotated[str, Tag(TEXT)] | Annotated[list[AssistantBlock], Field(max_length=MAX_PARTS), Tag(LIST)],
-        _TEXT_OR_BLOCKS,
-    ]
-
-
-Turn = Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]
-
-
-class AnthropicTool(Model):
-    type: Literal["custom"] | None = None
-    name: FunctionName
-    description: str | None = None
-    strict: bool | None = None
-    input_schema: Annotated[dict[str, Any] | None, AfterValidator(_check_parameters)] = None
-    cache_control: Annotated[Any, _CACHED] = None
-    eager_input_streaming: Annotated[Any, Ignored("the input of a tool comes as it is generated")] = None
-    input_examples: Annotated[Any, _NOT_READ] = None
-
-
-class AnthropicToolChoice(Model):
-    type: Literal["auto", "any", "none", "tool"]
-    name: FunctionName | None = Field(None, validate_default=True)
-    disable_parallel_tool_use: bool | None = None
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None and info.data.get("type") == "tool":
-            raise expected("the name of a tool")
-        return value
-
-
-class Thinking(Model):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[Any, Ignored("it is a target, not a limit")] = None
-    display: Annotated[Any, Ignored("thoughts are returned as they are")] = None
-
-
-class OutputFormat(Model):
-    type: Literal["json_schema"]
-    json_schema: dict[str, Any] = Field(alias="schema")
-
-
-class OutputConfig(Model):
-    effort: Effort | None = Field(None, description="as reasoning_effort of a chat completion")
-    format: OutputFormat | None = None
-
-
-class MessagesRequest(Generating):
-    """A call of /v1/messages."""
-
-    system: Blocks | None = Field(None, description="a system message before the messages")
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="default: what the prompt leaves room for")
-    stop_sequences: _Stop = None
-    stream: _Stream = None
-    tools: list[AnthropicTool] | None = Field(
-        None, max_length=MAX_TOOLS, description="functions that the output may call"
-    )
-    tool_choice: AnthropicToolChoice | None = Field(None, description="default auto")
-    thinking: Thinking | None = Field(None, description="enable_thinking of the chat template")
-    output_config: OutputConfig | None = Field(None, description="effort and format of the output")
-    chat_template_kwargs: _TemplateVariables = None
-    include_reasoning: _IncludeReasoning = None
-    cache_control: Annotated[Any, _CACHED] = None
-    diagnostics: Annotated[Any, Ignored("the response has all there is")] = None
-    metadata: Annotated[Any, _FOR_CLIENTS] = None
-    billing_policy: Annotated[Any, Ignored("nothing is billed")] = None
-    fallback_credit_token: Annotated[Any, Ignored("nothing is billed")] = None
-    fallbacks: Annotated[Any, Ignored("the model answers each request, or an error does")] = None
-    speed: Annotated[Any, _ONE_CLASS] = None
-    user_profile_id: Annotated[Any, _ANYBODY] = None
-    workspace_id: Annotated[Any, _ANYBODY] = None
-    container: Annotated[Any, Refused("tools are the client's own", [])] = None
-    mcp_servers: Annotated[Any, Refused("tools are the client's own", [])] = None
-    inference_geo: Annotated[Any, Refused("the server does not know its place")] = None
-    thread: Annotated[Any, Refused(_STATELESS)] = None
-    compaction: Annotated[Any, Refused("the server summarizes nothing")] = None
-    context_management: Annotated[
-        Any, Refused("send what the model is to read", {}, {"edits": []}, _CLEARS_NOTHING)
-    ] = None
-    output_format: Annotated[Any, Refused("it is format of output_config")] = None
 
 
 # ---- Token ids in and out: vLLM's /inference/v1/generate ----
@@ -974,7 +645,7 @@ class TokensSampling(SamplingFields):
 
     n: _Count = None
     max_tokens: Int32 | None = Field(None, description="default: what the prompt leaves room for")
-    stop: _Stop = None
+    stop: Stop = None
     logprobs: int | None = Field(None, ge=-1, le=2**31 - 1, description=f"the likeliest tokens; {_WHOLE_VOCABULARY}")
     prompt_logprobs: _PromptLogprobs = None
     bad_words: _BadWords = None
@@ -1009,198 +680,13 @@ class TokensRequest(Scheduled):
     reasoning_ended: bool | None = Field(
         None, description="true: structured_outputs holds from the first token, without thoughts before it"
     )
-    stream: _Stream = None
+    stream: Stream = None
     stream_options: _NewestUsage = None
     prompt_text: Annotated[Any, Ignored("token_ids are the prompt")] = None
     reasoning_parser_kwargs: Annotated[Any, Ignored("token_ids show whether the output begins with thoughts")] = None
     token_offsets: Annotated[Any, Ignored("token_ids are the prompt")] = None
     content_parts: Annotated[Any, Refused("the prompt is token ids", [])] = None
     features: Annotated[Any, Refused("the prompt is token ids", {})] = None
-
-
-# ---- Decisions, scores and rankings: probabilities of replies, without text ----
-
-
-class Scoring(RequestModel):
-    """Fields of the requests that are answered with probabilities of replies."""
-
-    model: _ModelName = None
-    cache_salt: _CacheSalt = None
-    ttft_ms: float | None = Field(None, description="SLO on the time to the response")
-    slo_class: str | None = Field(None, description="SLO class, of those that the operator has set")
-    priority: _Priority = None
-    request_id: _RequestId = None
-    user: Annotated[Any, _ANYBODY] = None
-    safety_identifier: Annotated[Any, _ANYBODY] = None
-
-
-def _as_text(value: Any) -> Any:
-    """Return a part of JSON as a part of text, any other value as it is."""
-    if not isinstance(value, dict) or value.get("type") != "input_json":
-        return value
-    data = value.get("data")
-    if not isinstance(data, dict) and not (isinstance(data, list) and all(isinstance(each, dict) for each in data)):
-        raise fault("must have data: an object or a list of objects")
-    return {"type": "input_text", "text": json_text(data)}
-
-
-def _as_item(value: Any) -> Any:
-    """Return an item of a decision's input as an item of a response's input; a custom tool is a function."""
-    value = _with_type(value)
-    if not isinstance(value, dict):
-        return value
-    kind = value["type"]
-    if kind == "custom_tool_call":
-        return {**value, "type": "function_call", "input": None, "arguments": json_text({"input": value.get("input")})}
-    field = "content" if kind == "message" else "output"
-    parts = value.get(field)
-    if isinstance(parts, list):
-        value = {**value, field: list(map(_as_text, parts))}
-    return {**value, "type": "function_call_output"} if kind == "custom_tool_call_output" else value
-
-
-def json_text(value: Any) -> str:
-    """Return JSON as the model reads it. Raises the error of a validator for a value that JSON cannot have."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-        text.encode()
-    except (RecursionError, UnicodeEncodeError) as error:
-        raise fault("is nested too deeply, or has strings that are no valid Unicode") from error
-    return text
-
-
-DecisionItem = Annotated[
-    MessageItem | FunctionCallItem | FunctionOutputItem, Field(discriminator="type"), BeforeValidator(_as_item)
-]
-QuestionText = Annotated[
-    Annotated[str, Tag(TEXT)]
-    | Annotated[list[Annotated[TextPart, BeforeValidator(_as_text)]], Field(max_length=MAX_PARTS), Tag(LIST)],
-    _CONTENT,
-]
-
-
-class _Question(Model):
-    instructions: QuestionText
-    name: str | None = None
-
-
-class Predicate(_Question):
-    type: Literal["predicate"]
-
-
-class ChoiceOption(Model):
-    value: str | bool
-    description: str | None = None
-
-
-class ChoiceQuestion(_Question):
-    type: Literal["choice"]
-    choices: list[ChoiceOption] = Field(min_length=2, max_length=MAX_LABELS)
-
-    @field_validator("choices")
-    @classmethod
-    def _check_choices(cls, value: list[ChoiceOption]) -> list[ChoiceOption]:
-        if len({(type(each.value), each.value) for each in value}) < len(value):
-            raise fault("has a value twice")
-        return value
-
-
-class ScoreLevel(Model):
-    label: str
-    description: str | None = None
-
-
-class ScoreQuestion(_Question):
-    type: Literal["score"]
-    levels: list[ScoreLevel] = Field(min_length=2, max_length=MAX_LEVELS)
-
-
-Question = Annotated[Predicate | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]
-
-
-class DecisionsRequest(Scoring):
-    """A call of /v1/decisions."""
-
-    input: Annotated[
-        Annotated[str, Tag(TEXT)] | Annotated[list[DecisionItem], Field(max_length=MAX_MESSAGES), Tag(LIST)],
-        by_json_type("a string, or a list of items"),
-    ] = Field(description="what the questions are about")
-    questions: list[Question] = Field(min_length=1, max_length=MAX_QUESTIONS)
-    prompt_cache_key: Annotated[Any, _CACHED] = None
-    prompt_cache_options: Annotated[Any, _CACHED] = None
-
-
-class Noul(Model):
-    type: Literal["noul"]
-    instructions: Any = None
-    criteria: dict[Literal["true", "false"], Any] | None = None
-
-
-class SystemOneChoice(Model):
-    type: Literal["choice"]
-    instructions: Any = None
-    criteria: dict[str, Any] = Field(min_length=2, max_length=MAX_LABELS)
-
-
-class SystemOneScore(Model):
-    type: Literal["score"]
-    instructions: Any = None
-    criteria: list[Any] = Field(min_length=2, max_length=MAX_LEVELS)
-
-
-SystemOneQuestion = Annotated[Noul | SystemOneChoice | SystemOneScore, Field(discriminator="type")]
-
-
-class SystemOneRequest(Scoring):
-    """A call of /v1/systemone."""
-
-    state: Any = Field(description="what the questions are about: text or JSON")
-    questions: dict[str, SystemOneQuestion] = Field(min_length=1, max_length=MAX_QUESTIONS, description="by name")
-    instructions: str | None = Field(None, description="a system message before the state")
-    chat_template_kwargs: _TemplateVariables = None
-    decision_template: Annotated[Any, Refused("templates are the operator's (--chat-template)")] = None
-    seed: Annotated[Any, Ignored("nothing is drawn")] = None
-
-
-class _Ranking(Scoring):
-    """Fields of scores and rankings."""
-
-    instruction: str | None = Field(None, description="what makes a document relevant, for the model")
-    chat_template_kwargs: _TemplateVariables = None
-    mm_processor_kwargs: Annotated[Any, _TEXT_ONLY] = None
-    max_tokens_per_doc: Annotated[Any, Refused("send what is to be read")] = None
-    truncate_prompt_tokens: Annotated[Any, Refused("send what is to be read")] = None
-    truncation_side: Annotated[Any, Refused("send what is to be read")] = None
-    use_activation: Annotated[Any, Refused("scores are probabilities", True)] = None
-    activation: Annotated[Any, Refused("scores are probabilities", True)] = None
-    softmax: Annotated[Any, Refused("scores are probabilities", True)] = None
-
-
-_Scored = Annotated[
-    Annotated[str, Tag(TEXT)]
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), Tag(LIST)],
-    by_json_type("a string or a list of strings"),
-]
-
-
-class ScorePairsRequest(_Ranking):
-    """A call of /v1/score."""
-
-    text_1: _Scored | None = Field(None, description="queries; one for all documents, or one for each")
-    text_2: _Scored | None = Field(None, description="documents")
-    queries: _Scored | None = Field(None, description="newer name of text_1")
-    documents: _Scored | None = Field(None, description="newer name of text_2")
-    data_1: Annotated[Any, Refused("it is text_1")] = None
-    data_2: Annotated[Any, Refused("it is text_2")] = None
-
-
-class RerankRequest(_Ranking):
-    """A call of /v1/rerank."""
-
-    query: str
-    documents: list[str] = Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
-    top_n: int | None = Field(None, ge=0, le=2**31 - 1, description="default, and 0: all")
-    return_documents: bool | None = Field(None, description="default true")
 
 
 # ---- LoRA adapters ----
@@ -1220,22 +706,3 @@ class UnloadAdapterRequest(RequestModel):
 
     lora_name: str
     lora_int_id: Annotated[Any, Ignored("the name says which adapter it is")] = None
-
-
-ENDPOINTS: Final[dict[str, type[RequestModel]]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/v1/chat/completions/batch": BatchRequest,
-    "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
-    "/v1/embeddings": EmbeddingsRequest,
-    "/v1/decisions": DecisionsRequest,
-    "/v1/systemone": SystemOneRequest,
-    "/v1/score": ScorePairsRequest,
-    "/v1/rerank": RerankRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-    "/inference/v1/generate": TokensRequest,
-    "/v1/load_lora_adapter": LoadAdapterRequest,
-    "/v1/unload_lora_adapter": UnloadAdapterRequest,
-}

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from coordinator.api.http.decisions_models import Scoring
 from coordinator.api.http.request_models import (
     AssistantMessage,
     BatchRequest,
@@ -25,7 +26,6 @@ from coordinator.api.http.request_models import (
     RefusalPart,
     ResponseFormat,
     Scheduled,
-    Scoring,
     StructuredOutputs,
     TemplateFields,
     TextPart,

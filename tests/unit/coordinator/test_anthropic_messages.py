@@ -7,7 +7,7 @@ from itertools import groupby
 
 import pytest
 
-from coordinator.api.http.request_models import MessagesRequest
+from coordinator.api.http.anthropic_messages_models import MessagesRequest
 from tests import fleet_events as events
 from tests.scripted_nodes import DEADLINE_S, run
 from tests.unit.coordinator.http_kit import (

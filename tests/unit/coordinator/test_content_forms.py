@@ -6,8 +6,9 @@ import json
 import pytest
 
 from coordinator.api.http.anthropic_messages import MessagesCall
+from coordinator.api.http.anthropic_messages_models import MessagesRequest
 from coordinator.api.http.openai_responses import ResponsesCall
-from coordinator.api.http.request_models import MessagesRequest, ResponsesRequest
+from coordinator.api.http.openai_responses_models import ResponsesRequest
 from coordinator.api.prompts import tokenize
 from coordinator.api.validation import check_chat
 from coordinator.text.chat_template import RenderOptions

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from coordinator.api.http import tools
 from coordinator.api.http.body import MAX_VALUES
 from coordinator.api.http.openai_responses import ResponsesCall
+from coordinator.api.http.openai_responses_models import ResponsesRequest
 from coordinator.api.http.request_models import (
     MAX_ARGUMENTS_CHARS,
     MAX_CONVERSATIONS,
@@ -17,7 +18,6 @@ from coordinator.api.http.request_models import (
     MAX_TOOLS,
     BatchRequest,
     ChatRequest,
-    ResponsesRequest,
     TokenizeRequest,
     Tool,
 )

@@ -8,8 +8,8 @@ import struct
 import pytest
 
 from coordinator.api.http.decisions import choice_of, odds_of, parse_decisions, parse_systemone
+from coordinator.api.http.decisions_models import DecisionsRequest, RerankRequest, ScorePairsRequest, SystemOneRequest
 from coordinator.api.http.rankings import parse_pairs, parse_rerank
-from coordinator.api.http.request_models import DecisionsRequest, RerankRequest, ScorePairsRequest, SystemOneRequest
 from protos.inference_pb2 import AbortRequest, ScoreItem, ScoreRequest
 from serving_core.errors import RequestError
 from serving_core.requests import LOGPROBS

@@ -10,34 +10,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.api.http.anthropic_messages import MessagesCall
+from coordinator.api.http.anthropic_messages_models import MessagesRequest
 from coordinator.api.http.app import Endpoints
 from coordinator.api.http.decisions import parse_decisions, parse_systemone
-from coordinator.api.http.field_types import Ignored, Refused
-from coordinator.api.http.openai_responses import ResponsesCall
-from coordinator.api.http.openapi import document, page
-from coordinator.api.http.rankings import parse_pairs, parse_rerank
-from coordinator.api.http.request_models import (
-    ENDPOINTS,
-    BatchRequest,
-    ChatRequest,
+from coordinator.api.http.decisions_models import (
     ChoiceOption,
     ChoiceQuestion,
-    CompletionRequest,
     DecisionsRequest,
-    DetokenizeRequest,
-    EmbeddingsRequest,
-    FunctionCallItem,
-    FunctionOutputItem,
-    LoadAdapterRequest,
-    MessageItem,
-    MessagesRequest,
     Predicate,
     RerankRequest,
-    ResponsesRequest,
     ScoreLevel,
     ScorePairsRequest,
     ScoreQuestion,
     SystemOneRequest,
+)
+from coordinator.api.http.field_types import Ignored, Refused
+from coordinator.api.http.openai_responses import ResponsesCall
+from coordinator.api.http.openai_responses_models import (
+    FunctionCallItem,
+    FunctionOutputItem,
+    MessageItem,
+    ResponsesRequest,
+)
+from coordinator.api.http.openapi import ENDPOINTS, document, page
+from coordinator.api.http.rankings import parse_pairs, parse_rerank
+from coordinator.api.http.request_models import (
+    BatchRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    LoadAdapterRequest,
     TextPart,
     TokenizeRequest,
     TokensRequest,

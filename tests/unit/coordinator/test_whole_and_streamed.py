@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.api.http.anthropic_messages import MessagesCall
+from coordinator.api.http.anthropic_messages_models import MessagesRequest
 from coordinator.api.http.openai_responses import LOGPROBS, ResponsesCall
-from coordinator.api.http.request_models import ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest
+from coordinator.api.http.openai_responses_models import ResponsesRequest
+from coordinator.api.http.request_models import ChatRequest, CompletionRequest
 from coordinator.api.http.requests import parse_chat, parse_completion
 from coordinator.api.http.responses import ChatFormatter, CompletionFormatter, Envelope, Usage
 from coordinator.text.answer_format import AnswerFormat
