@@ -537,7 +537,7 @@ class Dispatcher:
                 answer.end(outcome)  # a stop string changes the finish reason
                 self._calls[answer.generation.request_id].has_answer = True
             elif self._goes_on(answer.generation, outcome):
-                logger.warning("answer %s is cut short, others of its call go on: %s", end.request_id, outcome)
+                logger.warning("sequence %s is cut short, others of its call go on: %s", end.request_id, outcome)
                 answer.end(cut_short(outcome, end.timeline, end.ended_s))
             else:
                 instructions = self._fail(answer.generation, outcome)

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Final, cast
 
@@ -75,7 +75,7 @@ def families(figures: Iterable[Figure]) -> Iterator[Metric]:
     for figure in figures:
         yield family(figure, PREFIX + figure.name)
         if figure.name in METRICS:
-            yield family(figure, PREFIX + METRICS[figure.name])
+            yield family(replace(figure, help=f"Old name of {PREFIX}{figure.name}."), PREFIX + METRICS[figure.name])
 
 
 def family(figure: Figure, name: str, relabel: Callable[[Labels], Labels] = lambda labels: labels) -> Metric:

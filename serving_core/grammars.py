@@ -174,7 +174,7 @@ class Grammars:
 
 
 def _impossible(why: str) -> RequestError:
-    return RequestError(BAD_PARAM, f"answers of this model cannot be kept to a grammar: {why}")
+    return RequestError(BAD_PARAM, f"outputs of this model cannot be kept to a grammar: {why}")
 
 
 def _first_bits(mask: bytes, count: int) -> bytes:

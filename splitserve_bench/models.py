@@ -96,7 +96,7 @@ def writing_model(model: str, report: Report) -> LocalModel:
     """
     local = resolve(model, report)
     if read_model_config(local.folder).embedder is not None:
-        raise BenchError(f"{local.name} makes embeddings, and what is measured here is a model that writes answers")
+        raise BenchError(f"{local.name} makes embeddings, and what is measured here is a model that generates text")
     return local
 
 

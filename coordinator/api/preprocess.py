@@ -402,8 +402,8 @@ async def spellings(tokenizer: Tokenizer, words: Sequence[str]) -> Collection[tu
 
 # ---- Requests for embeddings: checked before any node gets them ----
 
-NO_ANSWERS: Final = "the model makes embeddings, and writes no answers"
-NO_EMBEDDINGS: Final = "the model writes answers, and makes no embeddings unless it is served with --runner pooling"
+NO_ANSWERS: Final = "the model makes embeddings, and generates no text"
+NO_EMBEDDINGS: Final = "the model generates text, and makes no embeddings unless it is served with --runner pooling"
 
 
 def check_writes(config: ModelConfig) -> None:
@@ -499,7 +499,7 @@ def read_so_far(
     if len(request.so_far) != len(plan.samplings):
         raise bad("so_far", f"must have one entry for each of n ({len(plan.samplings)}), not {len(request.so_far)}")
     if plan.samplings[0].temperature and not request.sampling_params.HasField("seed"):
-        raise bad("seed", "is missing: an answer goes on with the seed that it began with")
+        raise bad("seed", "is missing: a request resumes with the seed that it began with")
     found = []
     for each, sampling in zip(request.so_far, plan.samplings, strict=True):
         _check(each, sampling, limits)
@@ -512,7 +512,7 @@ def read_so_far(
 
 def _check(each: inference_pb2.OutputSoFar, sampling: SamplingParams, limits: Limits) -> None:
     if len(each.token_ids) > sampling.max_tokens:
-        problem = f"has {len(each.token_ids)} tokens of an answer, over max_tokens ({sampling.max_tokens})"
+        problem = f"has {len(each.token_ids)} output tokens, over max_tokens ({sampling.max_tokens})"
         raise bad("so_far", problem)
     check_token_ids("so_far", each.token_ids, limits)
     if not 0 <= each.since_first_s <= MAX_SINCE_FIRST_S:  # refuses NaN too

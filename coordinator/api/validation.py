@@ -133,7 +133,7 @@ def check_num_sequences(params: inference_pb2.SamplingParams, num_prompts: int, 
     num = num_prompts * num_each
     if num > limit:
         problem = (
-            f"n ({num_each}) for each of {num_prompts} prompts makes {num} answers, the limit is {limit} in flight"
+            f"n ({num_each}) for each of {num_prompts} prompts makes {num} sequences, the limit is {limit} in flight"
         )
         raise RequestError(BAD_PARAM, problem, field="n")
     return num
@@ -195,7 +195,7 @@ def _check_constraint(params: inference_pb2.SamplingParams) -> None:
         return
     for name in ("ignore_eos", "min_tokens"):
         if getattr(params, name):
-            raise bad(name, f"{BESIDE} {kind}, which says where the answer ends")
+            raise bad(name, f"{BESIDE} {kind}, which says where the output ends")
     if params.allowed_token_ids:
         raise bad("allowed_token_ids", f"{BESIDE} {kind}, which says what may come")
     num_chars = len(params.whitespace_pattern)
@@ -332,7 +332,7 @@ def _check_num_scores(num_top: int | None, num_tokens: int, num_sequences: int) 
     if num_scores > MAX_PROMPT_LOGPROBS:
         raise bad(
             "prompt_logprobs",
-            f"({num_top}) of {num_tokens} tokens in {num_sequences} answers are {num_scores} logprobs, the limit is "
+            f"({num_top}) of {num_tokens} tokens in {num_sequences} sequences are {num_scores} logprobs, the limit is "
             f"{MAX_PROMPT_LOGPROBS}",
         )
 
@@ -430,7 +430,7 @@ def _too_long(num_tokens: int, limits: Limits, at_least: str = "") -> RequestErr
     has = f"the prompt has {at_least}{num_tokens} tokens"
     if num_tokens > limit - limits.min_output_tokens:
         over = f"over {what} ({limit})"
-        message = f"{has}; with one token of answer that is {over}" if limits.min_output_tokens else f"{has}, {over}"
+        message = f"{has}; with one output token that is {over}" if limits.min_output_tokens else f"{has}, {over}"
     else:
         message = f"{has}, over the KV cache of the largest prefill node ({limits.prefill_pool_tokens})"
     return RequestError(PROMPT_TOO_LONG, message, field="input")

@@ -360,7 +360,7 @@ def restart_error(node: Node, event: fleet_pb2.Failed) -> RequestError:
 def too_late(request: Request) -> RequestError:
     """Return the error to send to the client for a request that has reached its deadline."""
     timeout_s = request.deadline_s - request.timeline.start_s
-    error = RequestError(reasons.DEADLINE_EXCEEDED, f"the answer was not finished within {timeout_s:g} s")
+    error = RequestError(reasons.DEADLINE_EXCEEDED, f"the request was not finished within {timeout_s:g} s")
     return with_progress(error, request)
 
 

@@ -133,7 +133,7 @@ class RequestLog:
             "kv_bytes": migration.num_kv_bytes,
         }
         level = logging.WARNING if migration.outcome is MigrationOutcome.FAILED else logging.INFO
-        event = "answer moved" if migration.outcome is MigrationOutcome.MIGRATED else "answer not moved"
+        event = "request migrated" if migration.outcome is MigrationOutcome.MIGRATED else "request not migrated"
         self._write(level, event, request_id, fields)
 
     def refused(self, record: CallRecord, error: RequestError) -> None:

@@ -226,7 +226,7 @@ class Scheduler:
             return
         for _ in range(num_sequences):
             self._demand.arrived(now)
-        message = f"{what}{self.num_open} answers are in flight, the limit is {self._max_requests}"
+        message = f"{what}{self.num_open} sequences are in flight, the limit is {self._max_requests}"
         raise self._admission.refusal(reasons.QUEUE_FULL, message, now)
 
     def _check_share(self, num_sequences: int, asker: str, what: str) -> None:
@@ -234,7 +234,7 @@ class Scheduler:
         most = self._max_requests_per_key
         if most and (number := sum(each.asker == asker for each in self._requests.values())) + num_sequences > most:
             whose = f"the API key of {asker}" if asker else "API keys without a name"
-            message = f"{what}{number} answers to {whose} are in flight, the limit for one is {most}"
+            message = f"{what}{number} sequences of {whose} are in flight, the limit for one is {most}"
             raise RequestError(reasons.QUEUE_FULL, message)
 
     def submit(

@@ -234,7 +234,7 @@ def _check_pattern(part: Mapping[str, Any]) -> None:
         return
     if bytes_behind({"type": "string", "pattern": pattern}, "") == frozenset():
         asked = f"pattern ({pattern!r:.80}) asks for a control character"
-        raise Unenforceable(f"{asked}, which no string of an answer can have")
+        raise Unenforceable(f"{asked}, which no string of an output can have")
 
 
 def _mended(pattern: str) -> str:
@@ -250,7 +250,7 @@ def _drop_idle(part: dict[str, Any]) -> None:
 
 def _refuse_control(name: str, found: Iterable[str]) -> None:
     if control := next(filter(None, found), None):
-        raise Unenforceable(f"{name} has the control character {control}, which no string of an answer can have")
+        raise Unenforceable(f"{name} has the control character {control}, which no string of an output can have")
 
 
 def _leaves(data: Any) -> Iterator[Any]:

@@ -150,7 +150,7 @@ _ASK: Final[Hints] = {
     **dict.fromkeys(("--max-new-tokens", "--max-completion-tokens", "--n-predict"), "it is --max-tokens"),
     **dict.fromkeys(("--ctx-size", "--max-model-len"), "the server has it: `splitserve up --max-model-len`"),
     "--model-name": "it is --model NAME, of an adapter",
-    "--stream": "answers are always streamed",
+    "--stream": "outputs are always streamed",
 }
 
 HINTS: Final[Mapping[str, Hints]] = {

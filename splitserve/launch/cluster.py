@@ -170,7 +170,7 @@ def num_nodes(settings: ClusterSettings, *, embeds: bool = False) -> dict[str, i
     unless_given = 0 if settings.mixed else 1
     num_prefill = unless_given if settings.prefill is None else settings.prefill
     num_decode = (0 if embeds else unless_given) if settings.decode is None else settings.decode
-    for flag_name, num, work in (("--prefill", num_prefill, "read prompts"), ("--decode", num_decode, "write answers")):
+    for flag_name, num, work in (("--prefill", num_prefill, "prefill"), ("--decode", num_decode, "decode")):
         if not num and not settings.mixed and not (embeds and flag_name == "--decode"):
             raise SettingsError(f"nobody would {work}: {flag_name} or --mixed must be above 0")
     return {PREFILL.role: num_prefill, DECODE.role: num_decode, MIXED.role: settings.mixed}

@@ -45,7 +45,7 @@ CUDA_DRIVER: Final = "libcuda.so.1"
 CUDA_DEVICES: Final = "/proc/driver/nvidia/gpus/*", "/dev/nvidia[0-9]*"  # some containers have the second alone
 NO_KERNELS: Final = (
     "There are no compiled kernels (set-up makes them where it finds a C compiler): PyTorch computes everything, "
-    "and a token of a single answer takes about 3 times as long"  # docs/results/measurements.md
+    "and a token of a single sequence takes about 3 times as long"  # docs/results/measurements.md
 )
 
 

@@ -34,7 +34,7 @@ def doctor_view(figures: DoctorFigures) -> Group:
         "",
         Text(_transfer_line(figures)),
         "",
-        Text(f"two nodes and {2 * figures.running} running answers, split or colocated (each node does both):"),
+        Text(f"two nodes and {2 * figures.running} running sequences, split or colocated (each node does both):"),
         comparison_table(figures),
         *map(Text, assumption_lines(figures)),
         "",
@@ -95,8 +95,8 @@ def comparison_table(figures: DoctorFigures) -> Table:
 def assumption_lines(figures: DoctorFigures) -> list[str]:
     """Return the assumptions of the comparison, a line each."""
     return [
-        f"Assumed: {figures.running} answers always run for each of the two nodes, all of one length, nothing cached;",
-        "colocated, a prompt stalls every answer beside it by its whole computation;",
+        f"Assumed: {figures.running} sequences always run for each of two nodes, all of one length, nothing cached;",
+        "colocated, a prompt stalls every sequence beside it by its whole computation;",
         "split, both nodes are busy with the KV transfer for its time; waits in queues are left out.",
         "Split pays: as many requests/s, to a tenth, and a tenth ahead in them or in the time between tokens. "
         "Balanced at: prefill nodes for each decode node.",
@@ -105,15 +105,15 @@ def assumption_lines(figures: DoctorFigures) -> list[str]:
 
 def pays_lines(figures: DoctorFigures) -> list[str]:
     """Return sentences: from which lengths on a prefill and a decode node beat two mixed ones, and their balance."""
-    lines = [f"With {2 * figures.running} running answers the split pays on this machine"]
+    lines = [f"With {2 * figures.running} running sequences the split pays on this machine"]
     lines += [f"  {_range(each, figures.most_prompt_tokens)}" for each in figures.pays]
     balance = figures.balance
     lines.append(
         f"One output token costs as much as {balance:.1f} tokens of a prompt of {figures.balanced_prompt_tokens}: one "
         "prefill node keeps one decode node busy, and not more, when such prompts are about "
-        f"{balance:.1f} times as long as answers."
+        f"{balance:.1f} times as long as outputs."
     )
-    lines.append("For longer prompts have more prefill nodes, for longer answers more decode nodes.")
+    lines.append("For longer prompts have more prefill nodes, for longer outputs more decode nodes.")
     return lines + _whole_lines(figures)
 
 
@@ -140,7 +140,7 @@ def _whole_lines(figures: DoctorFigures) -> list[str]:
 
 
 def _range(each: PaysBetween, most_prompt_tokens: int) -> str:
-    answers = f"for answers of {each.output_tokens} tokens"
+    answers = f"for outputs of {each.output_tokens} tokens"
     if each.least_prompt_tokens is None:
         pays = f"{answers} at no prompt length up to {most_prompt_tokens}"
     elif each.most_prompt_tokens == most_prompt_tokens:
@@ -149,7 +149,7 @@ def _range(each: PaysBetween, most_prompt_tokens: int) -> str:
         pays = f"{answers} with prompts of {each.least_prompt_tokens} to {each.most_prompt_tokens} tokens"
     if each.smoother_from_tokens is None:
         return pays
-    return f"{pays}; if steady answers matter more than requests/s, from prompts of {each.smoother_from_tokens} on"
+    return f"{pays}; if a steady TPOT matters more than requests/s, from prompts of {each.smoother_from_tokens} on"
 
 
 def _nodes_line(figures: DoctorFigures) -> str:
@@ -171,7 +171,7 @@ def _cache_line(figures: DoctorFigures) -> str:
     steps = figures.costs.decode
     (few, many), (short_s, long_s) = steps.columns, steps.seconds[-1]
     added_s = max(0.0, long_s - short_s) / (steps.rows[-1] * (many - few))
-    return f"each further token in one answer's cache adds {added_s * 1e9:.0f} ns to a step"
+    return f"each further token in one sequence's cache adds {added_s * 1e9:.0f} ns to a step"
 
 
 def _transfer_line(figures: DoctorFigures) -> str:

@@ -225,9 +225,9 @@ def _judge(requests: float, pace: float, prefill_node_s: float, decode_node_s: f
     if requests < 1 / MARGIN:
         return "colocated", fewer
     if requests >= MARGIN:
-        return "split", "one large batch of answers, more requests"
+        return "split", "one large batch of sequences, more requests"
     if pace >= MARGIN:
-        return "split", "no prompt stalls an answer"
+        return "split", "no prompt stalls a sequence"
     if pace < 1 / MARGIN:
         return "colocated", "two small batches step faster"
     return "even", "within a tenth"

@@ -91,7 +91,7 @@ def _answers(engine: Any, task: StepTask) -> tuple[Seconds, list[float], Step]:
     seconds: Seconds = {}
     factors: list[float] = []
     for context_tokens in task.columns:
-        say(progress=f"answers with {context_tokens} tokens before them ...")
+        say(progress=f"decode steps with {context_tokens} tokens of context ...")
         run.extend(context_tokens)
         for batch in task.rows:
             num_equal = task.num_equal(batch, context_tokens)

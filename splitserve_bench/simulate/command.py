@@ -179,7 +179,7 @@ def _simulate(profile: "Profile", size: "FleetSize", options: ServeOptions) -> N
         seed=options.seed,
     )
     seconds, num_tokens = perf_counter() - began_s, sum(outcome.num_output_tokens for outcome in found.outcomes)
-    report(f"{num_tokens} answer tokens simulated in {seconds:.1f} s, {num_tokens / seconds:.0f} a second")
+    report(f"{num_tokens} output tokens simulated in {seconds:.1f} s, {num_tokens / seconds:.0f} a second")
     reporting.show(found.outcomes, replace(run, tier=found.tier))
 
 

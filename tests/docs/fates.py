@@ -178,7 +178,7 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     ),
     (r"pip (install|wheel) ", By(_UNIT + "test_packaging.py::test_the_wheel_installs_the_rooms_and_nothing_else")),
     (r"docker build ", By("deploy/compose_demo/image.py")),
-    (r"docker (run|compose) ", _COMPOSE),
+    (r"docker (run|exec|compose) |for n in 1 2; do docker run ", _COMPOSE),
     (
         r"cd (deploy|certs)$|cp \.env\.example|\(umask|openssl rand",
         Nobody("a step of the host's, for the commands behind it"),

@@ -136,7 +136,7 @@ ROWS = (
         "F3",
         "target killed before it commits a move",
         strikes.kill_target,
-        sign="answer not moved",
+        sign="request not migrated",
         habits=LONG_ANSWERS,
     ),
     Row(

@@ -113,7 +113,7 @@ class SimulatedCoordinator:
             self.dispatcher.tick()
 
     def move_some(self):
-        """The running answers that can are to move now, whatever the policies say."""
+        """The running sequences that can are to move now, whatever the policies say."""
         for instructions in self.scheduler.move_some(self._loop.time(), self.registry.nodes, self._ledger):
             self.dispatcher.apply(instructions)
 

@@ -114,7 +114,7 @@ def test_over_grpc(cluster, models):
             assert not found.timeline.decode_node
         assert client.embed("hello", truncate_prompt_tokens=3).vector == pytest.approx(cut, abs=1e-5)
         assert np.linalg.norm(client.embed("hello", normalize=False).vector) != pytest.approx(1.0, abs=1e-3)
-        with pytest.raises(Refused, match="the model makes embeddings, and writes no answers"):
+        with pytest.raises(Refused, match="the model makes embeddings, and generates no text"):
             list(client.generate("hello", max_tokens=1))
 
 
@@ -148,5 +148,5 @@ def test_the_longest_input_has_room(cluster):
 
 
 def test_answers_are_refused(cluster):
-    with openai_client(cluster) as client, pytest.raises(openai.BadRequestError, match="writes no answers"):
+    with openai_client(cluster) as client, pytest.raises(openai.BadRequestError, match="generates no text"):
         client.completions.create(model="", prompt="a")

@@ -1,4 +1,4 @@
-"""Nodes that read prompts and write answers: alone, and beside a prefill node."""
+"""Nodes that prefill and decode: alone, and beside a prefill node."""
 
 import asyncio
 import random

@@ -83,7 +83,7 @@ async def test_over_grpc(fake):
         assert (await ask(stub, "p", choice=Choice(choices=["yes", "no"]), max_tokens=30)).text in ("yes", "no")
         error = await refusal(stub, request("p", regex="a", ignore_eos=True))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert error.details() == "ignore_eos cannot be had with regex, which says where the answer ends"
+        assert error.details() == "ignore_eos cannot be had with regex, which says where the output ends"
 
 
 @pytest.mark.nightly

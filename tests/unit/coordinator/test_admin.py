@@ -422,7 +422,7 @@ def test_a_move_has_a_line_and_its_answer_tells_of_it(tmp_path, caplog):
 
     run(scenario())
     migrated, finished = [record for record in caplog.records if record.name == "coordinator.control.request_log"]
-    assert (migrated.getMessage(), migrated.request_id) == ("answer moved", "r")
+    assert (migrated.getMessage(), migrated.request_id) == ("request migrated", "r")
     assert migrated.fields.pop("seconds") > 0
     assert migrated.fields == {"index": 0, "outcome": "migrated", "from_node": "d0", "to_node": "d1", "kv_bytes": 60}
     assert finished.getMessage() == "request finished"

@@ -241,14 +241,14 @@ def test_the_other_kind_of_call_is_refused_by_name(tmp_path):
     async def scenario():
         async with embedding_cluster(tmp_path) as (c, client):
             reply = await post(client)
-            message = "the model makes embeddings, and writes no answers"
+            message = "the model makes embeddings, and generates no text"
             assert (reply.status_code, reply.json()["error"]["message"]) == (400, message)
             _, info, details = await refusal_of(c.generate())
             assert (info.reason, details) == ("BAD_PARAM", message)
         async with http_cluster(tmp_path) as (c, client):
             reply = await embed(client, input="a")
             assert reply.status_code == 400
-            assert reply.json()["error"]["message"].startswith("the model writes answers, and makes no embeddings")
+            assert reply.json()["error"]["message"].startswith("the model generates text, and makes no embeddings")
 
     run(scenario())
 

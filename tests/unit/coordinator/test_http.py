@@ -283,7 +283,7 @@ def test_a_full_queue_is_told_with_when_to_come_again(tmp_path):
             reply = await post(client, prompt=["a", "b", "c"], headers={"x-request-id": "more"})
             assert error_of(reply) == (429, "requests", "rate_limit_exceeded")
             assert reply.headers["retry-after"] == "1"
-            message = "3 do not fit: 1 answers are in flight, the limit is 3: try again in 1.0 s"
+            message = "3 do not fit: 1 sequences are in flight, the limit is 3: try again in 1.0 s"
             assert reply.json()["error"]["message"] == message
             await transfer(c, attempt, "a")
             await step(c.nodes["d0"], attempt, 1, "b", LENGTH)  # neither node has heard of anything in between
@@ -298,7 +298,7 @@ def test_a_call_of_more_answers_than_may_ever_be_in_flight_is_not_told_to_come_a
             reply = await post(client, prompt=["a", "b", "c"], n=2)
             assert error_of(reply) == (400, "invalid_request_error", "BAD_PARAM")
             assert reply.json()["error"]["message"] == (
-                "n (2) for each of 3 prompts makes 6 answers, the limit is 5 in flight"
+                "n (2) for each of 3 prompts makes 6 sequences, the limit is 5 in flight"
             )
             assert "retry-after" not in reply.headers
 

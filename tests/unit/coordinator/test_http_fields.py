@@ -307,7 +307,7 @@ def test_prompt_logprobs_are_a_list_by_token_id(tmp_path, path):
         (
             "/v1/completions",
             {"prompt": [7] * 900, "prompt_logprobs": 20, "n": 2},
-            f"prompt_logprobs (20) of 900 tokens in 2 answers are 37800 logprobs, the limit is {MAX_PROMPT_LOGPROBS}",
+            f"prompt_logprobs (20) of 900 tokens in 2 sequences are 37800 logprobs, the limit is {MAX_PROMPT_LOGPROBS}",
         ),
     ],
 )

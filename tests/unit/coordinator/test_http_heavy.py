@@ -102,7 +102,7 @@ def max_stall_s():
         ("/tokenize", {"messages": [{"role": "user", "content": "a" * 2**17}]}, "messages has at least 131076 tokens"),
         ("/tokenize", {"prompt": "a" * 3 * MIB}, "prompt has at least 1"),
         ("/detokenize", {"tokens": [97] * (2**17 + 1)}, "tokens has 131073 entries, the limit is 131072"),
-        ("/v1/completions", {"prompt": "a" * 3 * MIB}, "the prompt has at least 24576 tokens; with one token of"),
+        ("/v1/completions", {"prompt": "a" * 3 * MIB}, "the prompt has at least 24576 tokens; with one output token"),
     ],
 )
 @in_module_loop

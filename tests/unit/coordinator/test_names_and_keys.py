@@ -144,7 +144,7 @@ def test_one_key_cannot_take_every_place(tmp_path):
             attempt, _ = await begin(c)
             refused = await ask(headers=anns)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-            assert "1 answers to the API key of ann are in flight" in refused.json()["error"]["message"]
+            assert "1 sequences of the API key of ann are in flight" in refused.json()["error"]["message"]
             others = asyncio.create_task(ask(headers=bobs))
             other, _ = await begin(c)
             for each in (attempt, other):

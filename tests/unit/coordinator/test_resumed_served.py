@@ -226,7 +226,7 @@ def test_limits_count_from_the_first_token_that_the_client_had(tmp_path):
 IMPOSSIBLE_BEGINNINGS = [
     ([so_far(), so_far()], {}, "so_far", r"must have one entry for each of n \(1\), not 2"),
     ([so_far(b"a")], {"n": 2}, "so_far", r"must have one entry for each of n \(2\), not 1"),
-    ([so_far(b"123456789")], {}, "so_far", r"has 9 tokens of an answer, over max_tokens \(8\)"),
+    ([so_far(b"123456789")], {}, "so_far", r"has 9 output tokens, over max_tokens \(8\)"),
     ([so_far([260])], {}, "so_far", "has token id 260; the vocabulary ends at 259"),
     ([so_far(b"a", since_first_s=math.nan)], {}, "so_far", "since_first_s of nan"),
     ([so_far(b"a", since_first_s=1e9)], {}, "so_far", r"since_first_s of 1e\+09, .* within \[0, 86400\]"),

@@ -337,7 +337,7 @@ def test_live_and_unreleased_answers_are_limited_together():
     world.submit("a/0")
     attempt = world.attempt
     world.scheduler.finish("a/0", inference_pb2.FINISH_REASON_ABORT, 0.0)
-    with pytest.raises(RequestError, match="2 answers are in flight, the limit is 2") as error:
+    with pytest.raises(RequestError, match="2 sequences are in flight, the limit is 2") as error:
         world.submit("b/0")
     assert error.value.reason == "QUEUE_FULL"
     world.tell("p0", events.cancelled(attempt))
@@ -350,7 +350,7 @@ def test_each_asker_may_have_its_share_of_the_live_answers():
         world.submit(name, asker=asker)
     for asker, whose in (("ann", "the API key of ann"), ("", "API keys without a name")):
         with pytest.raises(
-            RequestError, match=f"^2 answers to {whose} are in flight, the limit for one is 2$"
+            RequestError, match=f"^2 sequences of {whose} are in flight, the limit for one is 2$"
         ) as error:
             world.submit("e/0", asker=asker)
         assert error.value.reason == "QUEUE_FULL"

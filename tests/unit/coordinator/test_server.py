@@ -78,12 +78,12 @@ def test_a_call_of_more_answers_than_may_be_in_flight_is_refused_for_good_and_on
         async with cluster(tmp_path, max_num_queued_reqs=2) as c:
             code, info, details = await refusal_of(c.generate(n=3))
             assert (code, info.reason, info.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_PARAM", "n")
-            assert details == "n (3) for each of 1 prompts makes 3 answers, the limit is 2 in flight"
+            assert details == "n (3) for each of 1 prompts makes 3 sequences, the limit is 2 in flight"
             call = c.generate(max_tokens=2)
             attempt, _ = await begin(c)
             code, info, details = await refusal_of(c.generate(request_id="other", n=2))
             assert (code, info.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-            assert details == "2 do not fit: 1 answers are in flight, the limit is 2: try again in 1.0 s"
+            assert details == "2 do not fit: 1 sequences are in flight, the limit is 2: try again in 1.0 s"
             await transfer(c, attempt, "a")
             await step(c.nodes["d0"], attempt, 1, "b", events.LENGTH)
             await read_all(call)
@@ -136,7 +136,7 @@ def test_a_prompt_that_cannot_fit_is_refused_by_its_length_alone(tmp_path):
         async with cluster(tmp_path) as c:
             code, info, details = await refusal_of(c.generate("x" * 3 * 2**20))
             assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
-            what = "with one token of answer that is over max_model_len (1000)"
+            what = "with one output token that is over max_model_len (1000)"
             assert details == f"the prompt has at least {3 * 2**20 // 128} tokens; {what}"
 
     run(scenario())
@@ -173,7 +173,7 @@ def test_the_servers_own_deadline_ends_the_answer_with_its_phase(tmp_path):
         async with cluster(tmp_path, request_timeout_s=0.1) as c:
             code, info, details = await refusal_of(c.generate())
             assert (code, info.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
-            assert details == "the answer was not finished within 0.1 s"
+            assert details == "the request was not finished within 0.1 s"
             assert info.metadata["phase"] == "prefill_queue"
 
     run(scenario())

@@ -1,5 +1,5 @@
 """The coordinator's ports over TLS, asked by gRPC, httpx and OpenAI's client, and by Python's own TLS; certificates
-that are exchanged under running answers."""
+that are exchanged under running sequences."""
 
 import asyncio
 import contextlib

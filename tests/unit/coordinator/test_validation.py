@@ -202,7 +202,7 @@ def test_a_prompt_that_can_never_be_served_is_refused(num_prompt_tokens, changes
     ("changes", "most", "named"),
     [
         ({}, 90, "at least 91 tokens, over the KV cache of the largest prefill node (90)"),
-        ({"prefill_pool_tokens": None}, 99, "at least 100 tokens; with one token of answer that is over max_model_len"),
+        ({"prefill_pool_tokens": None}, 99, "at least 100 tokens; with one output token that is over max_model_len"),
         ({"decode_pool_tokens": 60}, 59, "over the KV cache of the largest decode node (60)"),
     ],
 )

@@ -183,7 +183,7 @@ def test_those_that_wait_count_among_the_live_and_are_bounded_with_them():
     world = world_of("p0", max_live=2)
     world.submit("a/0")
     world.submit("b/0")
-    with pytest.raises(RequestError, match="2 answers are in flight, the limit is 2") as error:
+    with pytest.raises(RequestError, match="2 sequences are in flight, the limit is 2") as error:
         world.submit("c/0")
     assert error.value.reason == "QUEUE_FULL"
     with pytest.raises(RequestError) as error:

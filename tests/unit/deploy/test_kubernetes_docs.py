@@ -55,7 +55,7 @@ def test_its_figures_are_those_of_the_code():
     assert (CATCH_UP_S, BUSY, MAX_SAMPLES, WINDOW_S) == (30.0, 0.8, 256, 60.0)
     assert "waiting / 30 s" in PAGE
     assert "/ 0.8, rounded up" in PAGE
-    assert "the last 256 answers" in PAGE
+    assert "the last 256 requests" in PAGE
     pod = ours("cpu")["node"]
     assert f"({pod['spec']['terminationGracePeriodSeconds']})" in PAGE
     assert "--drain-s=90" in container(pod)["args"]

@@ -70,9 +70,9 @@ def test_a_command_takes_the_old_name(tmp_path, monkeypatch, way):
 def test_a_metric_has_both_names():
     new, old = next(iter(METRICS.items()))
     shown = list(families([gauge(new, "Calls.", [({}, 3)])]))
-    assert [(each.name, each.samples[0].value) for each in shown] == [
-        (f"splitserve_{new}", 3),
-        (f"splitserve_{old}", 3),
+    assert [(each.name, each.documentation, each.samples[0].value) for each in shown] == [
+        (f"splitserve_{new}", "Calls.", 3),
+        (f"splitserve_{old}", f"Old name of splitserve_{new}.", 3),
     ]
 
 

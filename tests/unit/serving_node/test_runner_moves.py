@@ -1,4 +1,4 @@
-"""Whole nodes over a real loopback network, between which prompts are handed over and running answers move."""
+"""Whole nodes over a real loopback network, between which prompts are handed over and running sequences move."""
 
 import asyncio
 from dataclasses import replace

@@ -257,15 +257,15 @@ def test_nodes_of_every_role_by_number(given, names, monkeypatch):
 def test_for_embeddings_nobody_has_to_write(given, names):
     _, *nodes = plan_cluster(ClusterSettings(**given), {}, MODEL, PLACE, embeds=True)
     assert " ".join(node.name for node in nodes) == names
-    with pytest.raises(SettingsError, match="nobody would read prompts"):
+    with pytest.raises(SettingsError, match="nobody would prefill"):
         plan_cluster(ClusterSettings(prefill=0), {}, MODEL, PLACE, embeds=True)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"prefill": 0}, "nobody would read prompts: --prefill or --mixed must be above 0"),
-        ({"decode": 0}, "nobody would write answers: --decode or --mixed must be above 0"),
+        ({"prefill": 0}, "nobody would prefill: --prefill or --mixed must be above 0"),
+        ({"decode": 0}, "nobody would decode: --decode or --mixed must be above 0"),
     ],
 )
 def test_a_part_that_nobody_would_do_is_refused(given, message):

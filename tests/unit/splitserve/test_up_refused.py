@@ -65,14 +65,14 @@ def test_a_process_that_refuses_says_one_sentence_and_leaves_nothing(model, temp
     environment = {**os.environ, "TMPDIR": str(temporary)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     told = sentence_of(done.returncode, done.stderr)
-    assert "nobody would read prompts: --prefill or --mixed must be above 0" in told
+    assert "nobody would prefill: --prefill or --mixed must be above 0" in told
     assert done.stdout == ""
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--prefill 0", "nobody would read prompts: --prefill or --mixed must be above 0"),
+        ("--prefill 0", "nobody would prefill: --prefill or --mixed must be above 0"),
         ("--max-model-len 5000", "--max-model-len 5000 is more than the model's 4096"),
         ("--host 0.0.0.0", "SPLITSERVE_API_KEY"),
         ("--decode 3 --device cpu --kv-cache-memory-bytes 1099511627776", "4 nodes need 4096.0 GiB of memory"),

@@ -68,9 +68,9 @@ def test_both_ways_by_hand():
     [
         (10, (0.02 + 0.25) / 2 / 0.1896, 0.0212 / 0.030336, "colocated", "the prefill node idles"),
         (100, 0.36 / 2 / 0.1905, 0.0266 / 0.03048, "colocated", "two small batches step faster"),
-        (170, 0.43 / 2 / 0.1912, 0.0308 / 0.030592, "split", "one large batch of answers, more requests"),
+        (170, 0.43 / 2 / 0.1912, 0.0308 / 0.030592, "split", "one large batch of sequences, more requests"),
         (200, 0.46 / 2 / 0.214, 0.0326 / 0.03064, "even", "within a tenth"),
-        (220, 0.48 / 2 / 0.2342, 0.0338 / 0.030672, "split", "no prompt stalls an answer"),
+        (220, 0.48 / 2 / 0.2342, 0.0338 / 0.030672, "split", "no prompt stalls a sequence"),
         (300, 0.56 / 2 / 0.315, 0.0386 / 0.0308, "colocated", "the prefill node is the bottleneck"),
     ],
 )
@@ -217,19 +217,19 @@ def test_what_follows_from_figures():
 def test_the_conclusion_in_words():
     figures = concluded()
     least, most = figures.pays[0].least_prompt_tokens, figures.pays[0].most_prompt_tokens
-    balance, steady = f"{figures.balance:.1f}", "if steady answers matter more than requests/s"
+    balance, steady = f"{figures.balance:.1f}", "if a steady TPOT matters more than requests/s"
     assert pays_lines(figures) == [
-        "With 8 running answers the split pays on this machine",
-        f"  for answers of 50 tokens with prompts of {least} to {most} tokens; {steady}, from prompts of "
+        "With 8 running sequences the split pays on this machine",
+        f"  for outputs of 50 tokens with prompts of {least} to {most} tokens; {steady}, from prompts of "
         f"{figures.pays[0].smoother_from_tokens} on",
-        f"  for answers of 1 tokens at no prompt length up to 1000; {steady}, from prompts of "
+        f"  for outputs of 1 tokens at no prompt length up to 1000; {steady}, from prompts of "
         f"{figures.pays[1].smoother_from_tokens} on",
         f"One output token costs as much as {balance} tokens of a prompt of 200: one prefill node keeps one decode "
-        f"node busy, and not more, when such prompts are about {balance} times as long as answers.",
-        "For longer prompts have more prefill nodes, for longer answers more decode nodes.",
+        f"node busy, and not more, when such prompts are about {balance} times as long as outputs.",
+        "For longer prompts have more prefill nodes, for longer outputs more decode nodes.",
     ]
-    assert pays_lines(concluded((50,), 190))[1] == f"  for answers of 50 tokens from prompts of {least} tokens on"
-    assert pays_lines(concluded((5000,)))[1] == "  for answers of 5000 tokens at no prompt length up to 1000"
+    assert pays_lines(concluded((50,), 190))[1] == f"  for outputs of 50 tokens from prompts of {least} tokens on"
+    assert pays_lines(concluded((5000,)))[1] == "  for outputs of 5000 tokens at no prompt length up to 1000"
 
 
 def test_one_node_in_place_of_two():

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 def test_a_model_that_makes_embeddings_is_refused_before_anything_is_started(folder, command):
     result = CliRunner().invoke(main, [*command, str(folder)])
     assert result.exit_code == 1
-    said = "reader makes embeddings, and what is measured here is a model that writes answers"
+    said = "reader makes embeddings, and what is measured here is a model that generates text"
     assert result.output.splitlines()[-1] == f"Error: {said}"
 
 

@@ -359,7 +359,7 @@ def test_prompts_that_take_no_time_are_read_at_once(tmp_path):
 
 def test_how_fast_it_was_is_told_beside_the_result(profile):
     done = run(profile, "--mixed", 1, *LOAD, "--request-rate", 5)
-    assert re.search(r"^200 answer tokens simulated in [0-9.]+ s, [0-9]+ a second$", done.stderr, re.MULTILINE)
+    assert re.search(r"^200 output tokens simulated in [0-9.]+ s, [0-9]+ a second$", done.stderr, re.MULTILINE)
     assert "simulated in" not in done.stdout
 
 
