@@ -112,7 +112,7 @@ class EngineSettings:
     )
     cpus: str = flag(
         "",
-        "Pin this node to CPUs: numbers such as 0-3,8, or a share such as 2/4, the second of four equal parts; default: no pinning.",
+        "Pin this node to CPUs: 0-3,8 by number, or 2/4, the second of four equal parts; default: no pinning.",
     )
 
     @property
