@@ -202,7 +202,12 @@ def _live(scheduler: Scheduler) -> Iterator[Figure]:
     yield one("requests_waiting", "Requests whose prefill has not begun.", scheduler.num_queued, "num_requests_waiting")
     help = "Requests deferred, since they would make others miss their SLO."
     yield one("requests_deferred", help, scheduler.num_deferred)
-    yield one("nodes_needed", "Nodes that the present load needs, for autoscalers.", scheduler.num_nodes_needed)
+    needed = scheduler.nodes_needed
+    yield one("nodes_needed", "Mixed nodes that the present load needs, for autoscalers.", needed.mixed)
+    help = "Prefill nodes that the present load needs, beside the decode nodes needed."
+    yield one("prefill_nodes_needed", help, needed.prefill)
+    help = "Decode nodes that the present load needs, beside the prefill nodes needed."
+    yield one("decode_nodes_needed", help, needed.decode)
 
 
 # ---- figures that vLLM has under other names, so that its dashboards fill ----

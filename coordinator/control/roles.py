@@ -8,6 +8,9 @@ Number of nodes needed, for an autoscaler:
               can hold: by its running slots, its KV pool (shared blocks counted once) and the SLOs on TPOT
     needed    (offered + waiting / CATCH_UP_S) * (prefill_s + decode_s) / BUSY, rounded up; at least 1
 
+In a fleet whose nodes have one role each, the prefill nodes needed are those for prefill_s alone, and the decode nodes
+those for decode_s.
+
 Means are over the requests that ended recently. The number of nodes and their utilization do not enter: the need of a
 load does not depend on the nodes that serve it, so a fleet that has followed the number gets the same number again.
 BUSY leaves room for what the figures do not cover; waiting requests raise the number. While costs are unknown the
@@ -114,6 +117,14 @@ class EndedRequest(NamedTuple):
     num_spared: float = 0.0  # prompt tokens that others have in the pool for it (Ledger.tokens_spared)
 
 
+class NodesNeeded(NamedTuple):
+    """The numbers of nodes that a load needs: of mixed nodes, or instead of prefill nodes and of decode nodes."""
+
+    mixed: int
+    prefill: int
+    decode: int
+
+
 class Demand:
     """Measure the recent load of the fleet, from which the number of nodes that it needs follows."""
 
@@ -141,19 +152,23 @@ class Demand:
         """Record the sizes of a request that has got all its tokens, for the means."""
         self._ended.append(request)
 
-    def nodes_needed(self, nodes: Sequence[Node], num_waiting: int) -> int:
-        """Return the number of nodes that the recent load needs, 1 to MAX_NODES; the time is that of the last `tick`.
+    def nodes_needed(self, nodes: Sequence[Node], num_waiting: int) -> NodesNeeded:
+        """Return the numbers of nodes that the recent load needs, each 1 to MAX_NODES.
 
-        `num_waiting` requests wait for a first token. While step costs are unknown, returns the number of ready nodes.
+        The time is that of the last `tick`; `num_waiting` requests wait for a first token. While step costs are
+        unknown, returns the numbers of ready nodes.
         """
         offered_per_s = self._per_s() + num_waiting / CATCH_UP_S
         if not offered_per_s:
-            return 1
+            return NodesNeeded(1, 1, 1)
         ready = [node for node in nodes if node.is_ready]
         request_s = self._request_s(ready)
         if request_s is None:
-            return max(1, len(ready))
-        return min(MAX_NODES, max(1, ceil(offered_per_s * request_s / BUSY)))
+            numbers = len(ready), sum(node.prefills for node in ready), sum(node.decodes for node in ready)
+            return NodesNeeded(*(max(1, number) for number in numbers))
+        prefill_s, decode_s = request_s
+        times_s = prefill_s + decode_s, prefill_s, decode_s
+        return NodesNeeded(*(min(MAX_NODES, max(1, ceil(offered_per_s * each / BUSY))) for each in times_s))
 
     def _per_s(self) -> float:
         if self._began_s is None:
@@ -161,8 +176,8 @@ class Demand:
         number = sum(number for second, number in self._by_second if second >= self._now - WINDOW_S)
         return number / min(WINDOW_S, max(LEAST_S, self._now - self._began_s))
 
-    def _request_s(self, nodes: Sequence[Node]) -> float | None:
-        """Return the seconds of one node that the mean request takes; None while unknown."""
+    def _request_s(self, nodes: Sequence[Node]) -> tuple[float, float] | None:
+        """Return the seconds of one node that the mean request takes for prefill and for decode; None while unknown."""
         rates = [rate for node in nodes if (rate := node.load.prefill_tokens_per_s) > 0]
         if not self._ended or not rates:
             return None
@@ -170,12 +185,12 @@ class Demand:
         # The last step of the prefill samples the first token; an embedding has none.
         num_decoded = fmean(max(0, each.num_output - 1) for each in self._ended)
         if num_decoded <= 0:
-            return prefill_s
+            return prefill_s, 0.0
         num_before = fmean(each.num_prompt + each.num_output / 2 for each in self._ended)
         num_held = num_before - fmean(each.num_spared for each in self._ended)
         tpot_s = median(each.tpot_s for each in self._ended)
         tokens_s = [seconds for node in nodes if (seconds := _token_s(node, num_before, num_held, tpot_s)) > 0]
-        return prefill_s + num_decoded * median(tokens_s) if tokens_s else None
+        return (prefill_s, num_decoded * median(tokens_s)) if tokens_s else None
 
 
 def _token_s(node: Node, num_before: float, num_held: float, tpot_s: float) -> float:

@@ -84,7 +84,7 @@ from coordinator.control.request import (
     at_work,
 )
 from coordinator.control.request_log import History
-from coordinator.control.roles import Demand, EndedRequest
+from coordinator.control.roles import Demand, EndedRequest, NodesNeeded
 from coordinator.control.slo import Slo
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons
@@ -196,8 +196,8 @@ class Scheduler:
         return len(self._requests) - self.num_running
 
     @property
-    def num_nodes_needed(self) -> int:
-        """Return the number of nodes that the present load needs (coordinator/control/roles.py)."""
+    def nodes_needed(self) -> NodesNeeded:
+        """Return the numbers of nodes that the present load needs (coordinator/control/roles.py)."""
         return self._demand.nodes_needed(self._registry.nodes, self.num_waiting)
 
     def num_left(self, node: Node) -> int:

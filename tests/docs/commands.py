@@ -196,9 +196,9 @@ def _docker(words: list[str]) -> list[str]:
     return _usage(words[words.index("splitserve") + 1 :]) if words[0] == "run" else []
 
 
-def _kubectl(words: list[str]) -> list[str]:
-    folders = [ROOT / value for name, value in pairwise(words) if name == "-k"]
-    return [f"there is no {folder}" for folder in folders if not (folder / "kustomization.yaml").exists()]
+def _helm(words: list[str]) -> list[str]:
+    """The folder of the chart."""
+    return [] if (ROOT / words[2] / "Chart.yaml").exists() else [f"there is no chart {words[2]}"]
 
 
 _CHECKS: Final[dict[str, Callable[[list[str]], list[str]]]] = {
@@ -209,6 +209,6 @@ _CHECKS: Final[dict[str, Callable[[list[str]], list[str]]]] = {
     "curl": _curl,
     "pip": _pip,
     "docker": _docker,
-    "kubectl": _kubectl,
+    "helm": _helm,
     "export": _export,
 }

@@ -184,7 +184,8 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
         Nobody("a step of the host's, for the commands behind it"),
     ),
     (r"curl http://localhost:8000/v1/models -H", _COMPOSE),
-    (r"kubectl kustomize ", By("tests/unit/deploy/test_kustomize.py::test_it_makes_the_same_of_them")),
+    (r"helm template ", By("tests/unit/deploy/test_chart_objects.py::test_every_object_is_one_of_kubernetes")),
+    (r"helm install ", _CLUSTER),
     (r"kubectl ", _CLUSTER),
 )
 

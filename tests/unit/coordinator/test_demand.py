@@ -47,40 +47,51 @@ def asked(per_s, seconds=WINDOW_S, usual=USUAL):
     [(1, 1), (1.5, 1), (2, 2), (3, 2), (4, 3), (7, 5), (15, 10)],  # times 0.5 s, by 0.8
 )
 def test_what_is_offered_by_what_an_answer_takes(per_s, needed):
-    assert asked(per_s).nodes_needed(fleet(), 0) == needed
+    assert asked(per_s).nodes_needed(fleet(), 0).mixed == needed
+
+
+def test_each_role_by_its_part_of_the_time():
+    """Of the 0.5 s of an answer 0.05 s are for its prompt."""
+    assert asked(20).nodes_needed(fleet(), 0) == (13, 2, 12)  # 20 times 0.5, 0.05 and 0.45 s, by 0.8
+    assert asked(20, usual=READ_ALONE).nodes_needed(fleet(), 0) == (25, 25, 1)
+
+
+def test_while_costs_are_unknown_the_nodes_of_each_role_are_what_is_needed():
+    nodes = [*fleet(3, role="prefill"), *fleet(2, role="decode"), *fleet(1)]
+    assert asked(4, usual=None).nodes_needed(nodes, 0) == (6, 4, 3)
 
 
 def test_nothing_asked_needs_one_node():
-    assert Demand().nodes_needed(fleet(5), 0) == 1
-    assert asked(4, usual=None).nodes_needed([], 0) == 1
+    assert Demand().nodes_needed(fleet(5), 0).mixed == 1
+    assert asked(4, usual=None).nodes_needed([], 0).mixed == 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 20])
 def test_the_number_of_nodes_does_not_matter(count):
     """So no fleet is told to shrink, and then to grow again."""
-    assert asked(4).nodes_needed(fleet(count), 0) == 3
+    assert asked(4).nodes_needed(fleet(count), 0).mixed == 3
 
 
 def test_while_costs_are_not_known_as_many_as_there_are():
-    assert asked(4, usual=None).nodes_needed(fleet(7), 0) == 7
-    assert asked(4).nodes_needed(fleet(7, rate=0.0), 0) == 7
-    assert asked(4).nodes_needed(fleet(7, weights=()), 0) == 7
+    assert asked(4, usual=None).nodes_needed(fleet(7), 0).mixed == 7
+    assert asked(4).nodes_needed(fleet(7, rate=0.0), 0).mixed == 7
+    assert asked(4).nodes_needed(fleet(7, weights=()), 0).mixed == 7
 
 
 def test_who_waits_counts_as_if_it_came_within_half_a_minute():
     demand = asked(2)
-    assert demand.nodes_needed(fleet(), round(2 * CATCH_UP_S)) == asked(4).nodes_needed(fleet(), 0) == 3
+    assert demand.nodes_needed(fleet(), round(2 * CATCH_UP_S)).mixed == asked(4).nodes_needed(fleet(), 0).mixed == 3
 
 
 def test_a_full_node_holds_as_many_as_its_pool_does():
     """The pool of 20 blocks holds two answers of 110 tokens: a token takes half of 0.12 s, so 20 take 1.2 s."""
-    assert asked(4).nodes_needed(fleet(num_blocks=20), 0) == 7  # 4 * 1.25 / 0.8 = 6.25
+    assert asked(4).nodes_needed(fleet(num_blocks=20), 0).mixed == 7  # 4 * 1.25 / 0.8 = 6.25
 
 
 def test_what_answers_share_takes_its_pool_once():
     """Where others hold 55 of the 110 tokens the same pool holds four: a token takes a quarter of 0.14 s."""
     sharing = USUAL._replace(num_spared=55.5)
-    assert asked(4, usual=sharing).nodes_needed(fleet(num_blocks=20), 0) == 4  # 4 * 0.75 / 0.8 = 3.75
+    assert asked(4, usual=sharing).nodes_needed(fleet(num_blocks=20), 0).mixed == 4  # 4 * 0.75 / 0.8 = 3.75
 
 
 @dataclass
@@ -125,26 +136,26 @@ def test_what_each_of_several_answers_shares_with_the_others_is_their_part(told)
 def test_a_full_node_holds_as_many_as_keep_their_limits():
     """Within 0.165 s it writes 6 tokens; 0.6 of them, 3, on average: 20 take 0.867 s."""
     limited = USUAL._replace(tpot_s=0.165)
-    assert asked(4, usual=limited).nodes_needed(fleet(), 0) == 5  # 4 * 0.917 / 0.8 = 4.58
+    assert asked(4, usual=limited).nodes_needed(fleet(), 0).mixed == 5  # 4 * 0.917 / 0.8 = 4.58
 
 
 def test_a_prompt_that_nodes_hold_costs_nothing_to_read():
-    assert asked(2, usual=READ_ALONE).nodes_needed(fleet(), 0) == 3  # 2 * 1 / 0.8
-    assert asked(2, usual=READ_ALONE._replace(num_computed=10)).nodes_needed(fleet(), 0) == 1
+    assert asked(2, usual=READ_ALONE).nodes_needed(fleet(), 0).mixed == 3  # 2 * 1 / 0.8
+    assert asked(2, usual=READ_ALONE._replace(num_computed=10)).nodes_needed(fleet(), 0).mixed == 1
 
 
 def test_it_forgets_what_came_more_than_a_minute_ago():
     demand = asked(15)
-    assert demand.nodes_needed(fleet(), 0) == 10
+    assert demand.nodes_needed(fleet(), 0).mixed == 10
     demand.tick(1000.0 + 1.5 * WINDOW_S)
-    assert demand.nodes_needed(fleet(), 0) == 5
+    assert demand.nodes_needed(fleet(), 0).mixed == 5
     demand.tick(1000.0 + 2 * WINDOW_S)
-    assert demand.nodes_needed(fleet(), 0) == 1
+    assert demand.nodes_needed(fleet(), 0).mixed == 1
 
 
 def test_the_first_requests_are_no_rate_yet():
     demand = asked(100, seconds=0.1)
-    assert demand.nodes_needed(fleet(), 0) == 1  # 10 within LEAST_S
+    assert demand.nodes_needed(fleet(), 0).mixed == 1  # 10 within LEAST_S
     assert LEAST_S == 10.0
 
 
@@ -156,15 +167,15 @@ def test_requests_that_come_in_another_order_cost_no_memory():
             demand.ended(USUAL)
         sizes.append(len(pickle.dumps(demand)))
     assert sizes[0] == sizes[1] < 100 * MAX_SAMPLES
-    assert demand.nodes_needed(fleet(), 0) == MAX_NODES
+    assert demand.nodes_needed(fleet(), 0).mixed == MAX_NODES
 
 
 def test_drained_nodes_tell_nothing():
     nodes = fleet(2)
     nodes[0].load.prefill_tokens_per_s = 1.0
-    assert asked(2, usual=READ_ALONE).nodes_needed(nodes, 0) == 5  # at 500.5 tokens a second
+    assert asked(2, usual=READ_ALONE).nodes_needed(nodes, 0).mixed == 5  # at 500.5 tokens a second
     nodes[0].is_ready = False
-    assert asked(2, usual=READ_ALONE).nodes_needed(nodes, 0) == 3
+    assert asked(2, usual=READ_ALONE).nodes_needed(nodes, 0).mixed == 3
 
 
 def test_the_scheduler_counts_who_is_refused_and_how_answers_end(told):
@@ -180,7 +191,7 @@ def test_the_scheduler_counts_who_is_refused_and_how_answers_end(told):
     world.tick(20.0)
     assert told.arrived_s == [10.0, 10.0]
     assert told.ended == [EndedRequest(num_prompt=3, num_computed=1, num_output=2, tpot_s=0.5)]
-    assert world.scheduler.num_nodes_needed == 4, "the nodes have told nothing of their rates"
+    assert world.scheduler.nodes_needed.mixed == 4, "the nodes have told nothing of their rates"
 
 
 def test_what_ends_with_a_stop_string_or_an_embedding_counts_and_what_its_client_left_does_not(told):
@@ -202,7 +213,7 @@ def test_what_ends_with_a_stop_string_or_an_embedding_counts_and_what_its_client
 def test_embeddings_take_what_their_prompts_take():
     """A second each, four a second, by 0.8."""
     embedded = EndedRequest(num_prompt=1000, num_computed=1000, num_output=0)
-    assert asked(4, usual=embedded).nodes_needed(fleet(), 0) == 5
+    assert asked(4, usual=embedded).nodes_needed(fleet(), 0).mixed == 5
     mixed = asked(4, usual=embedded)
     mixed.ended(READ_ALONE)
-    assert mixed.nodes_needed(fleet(), 0) == 5, "no fewer tokens than none are written"
+    assert mixed.nodes_needed(fleet(), 0).mixed == 5, "no fewer tokens than none are written"

@@ -161,7 +161,7 @@ def needed_over_time(num_nodes, per_s, num_prompt_tokens, seconds):
     def watch(agenda, fleet):
         def look():
             if agenda.now < seconds:
-                seen.append(fleet.coordinator.scheduler.num_nodes_needed)
+                seen.append(fleet.coordinator.scheduler.nodes_needed.mixed)
                 agenda.after(1.0, look)
 
         agenda.after(30.0, look)

@@ -81,6 +81,8 @@ GAUGES = {
     "splitserve_nodes": None,
     "splitserve_ready": None,
     "splitserve_nodes_needed": None,
+    "splitserve_prefill_nodes_needed": None,
+    "splitserve_decode_nodes_needed": None,
     "splitserve_node_kinds": None,
     "splitserve_node_ready": None,
     "splitserve_node_drained": None,

@@ -374,7 +374,7 @@ def test_who_has_its_share_neither_asks_for_nodes_nor_takes_a_turn():
         with pytest.raises(RequestError) as error:
             world.submit("c/0", asker="ann")
         assert "retry_after_s" not in error.value.metadata
-    assert world.scheduler.num_nodes_needed == 1
+    assert world.scheduler.nodes_needed.mixed == 1
 
 
 def test_a_live_id_is_not_taken_twice_but_may_be_used_again(world):

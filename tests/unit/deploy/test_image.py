@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.unit.deploy.kubernetes_kit import container, ours
+from tests.unit.deploy.chart_kit import container, pools
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
@@ -46,8 +46,9 @@ def test_what_triton_compiles_can_be_written_and_loaded_where_the_root_is_read_o
     for name in ("prefill-gpu", "decode-gpu"):
         (mount,) = [each for each in SERVICES[name]["tmpfs"] if each.startswith(kept_in)]
         assert {"exec", "mode=1777"} == set(mount.removeprefix(f"{kept_in}:").split(","))
-    for variant in ("gpu", "leaderworkerset"):
-        (mount,) = [each for each in container(ours(variant)["node"])["volumeMounts"] if each["mountPath"] == kept_in]
+    for variant in ("gpu", "ranks"):
+        pod = pools(variant)["decode"]
+        (mount,) = [each for each in container(pod)["volumeMounts"] if each["mountPath"] == kept_in]
         assert not mount.get("readOnly")
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from tests.observability import DASHBOARDS, DEPLOY, queries
 from tests.promql import parse
+from tests.unit.deploy.chart_kit import objects
 
 COMPOSE = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
 SERVICES = COMPOSE["services"]
@@ -127,8 +128,11 @@ def test_what_cannot_change_itself_has_a_volume_for_its_data(name, data):
 
 
 def test_panels_of_processes_show_those_of_every_job_that_is_scraped():
-    configs = [DEPLOY / "prometheus.yml", DEPLOY / "kubernetes" / "components" / "prometheus" / "config.yaml"]
-    jobs = [job["job_name"] for path in configs for job in yaml.safe_load(path.read_text())["scrape_configs"]]
+    jobs = [job["job_name"] for job in yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]]
+    monitors = objects("gpu", "ServiceMonitor", "PodMonitor")
+    endpoints = [each["spec"].get("endpoints", []) + each["spec"].get("podMetricsEndpoints", []) for each in monitors]
+    jobs += [each["replacement"] for [endpoint] in endpoints for each in endpoint["relabelings"]]
+    assert len(jobs) == 4
     parsed = [parse(expression) for where, expression, _ in queries() if not where.startswith("alert")]
     matchers = [each for query in parsed for selector in query.selectors for each in selector.matchers]
     chosen = [each for each in matchers if each[0] == "job"]
