@@ -31,7 +31,7 @@ from coordinator.control.request_log import CallRecord
 from coordinator.control.slo import SloClasses
 from coordinator.dispatcher import Dispatcher
 from coordinator.fleet_service import NumberedStream, read_hello
-from coordinator.text.answers import check_follows
+from coordinator.text.answers import check_follows, chunk_of
 from coordinator.traces.carrier import CARRIER
 from protos import api_servers_pb2, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
@@ -72,19 +72,8 @@ class TokenOutput:
         RequestError when the reader is too slow, or the tokens do not follow those sent before.
         """
         check_follows(tokens[0].index, self._num_tokens)
-        chunk = inference_pb2.Chunk(
-            first_token_index=self._num_tokens,
-            token_ids=[token.token_id for token in tokens],
-            cached_tokens=num_cached_tokens,
-            finish_reason=tokens[-1].finish_reason,
-        )
-        for token in tokens:
-            if token.HasField("logprob"):
-                chunk.logprobs.add(token_id=token.token_id, logprob=token.logprob, top=token.top)
-        if tokens[0].prompt_logprobs:
-            chunk.prompt_logprobs.extend(tokens[0].prompt_logprobs)
         self._num_tokens += len(tokens)
-        self.generation.push_chunk(self._index, chunk)
+        self.generation.push_chunk(self._index, chunk_of(tokens, num_cached_tokens))
         return False
 
     def end(self, complete: inference_pb2.Complete) -> None:
@@ -137,7 +126,8 @@ class ApiServerLink:
         await self._has_news.wait()
         awake, self._awake = self._awake, {}
         for generation, call_id in awake.items():
-            self._batch.responses.extend(generation.take_all())
+            for message in generation.take_all():
+                self._batch.responses.add(request_id=call_id, **message.fields())
             if generation.error is not None:
                 self.failed(call_id, generation.error)
         batch, self._batch = self._batch, api_servers_pb2.ApiServerBatch()
@@ -290,9 +280,7 @@ class ApiServerService:
         now = time.monotonic()
         record, carrier = info_from_wire(wire.info, now)
         num_outputs, num_ended = len(plan.samplings), sum(so_far.has_ended for so_far in so_fars)
-        generation = Generation(
-            plan.request_id, num_outputs, num_ended=num_ended, wire_id=wire.id, wake=link.wake(wire.id)
-        )
+        generation = Generation(plan.request_id, num_outputs, num_ended=num_ended, wake=link.wake(wire.id))
         outputs = [TokenOutput(generation, index, len(each.token_ids)) for index, each in enumerate(so_fars)]
         deadline_s = now + wire.left_s
         try:

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Final
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 from protos import inference_pb2
 from serving_core.errors import RequestError
@@ -11,6 +12,50 @@ from serving_core.reasons import SLOW_READER
 
 MAX_UNSENT_TOKENS: Final = 1024  # for each output of the call
 MAX_CHUNK_TOKENS: Final = 64
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Consecutive tokens of one output, with their text: the fields of the proto's Chunk, which costs more."""
+
+    first_token_index: int
+    token_ids: list[int]
+    text: str = ""
+    logprobs: Sequence[inference_pb2.TokenLogprobs] = ()
+    prompt_logprobs: Sequence[inference_pb2.TokenLogprobs] = ()
+    cached_tokens: int | None = None
+    finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
+
+    def append(self, more: "Chunk") -> None:
+        """Append the chunk that follows."""
+        self.token_ids += more.token_ids
+        self.text += more.text
+        self.logprobs = [*self.logprobs, *more.logprobs]
+        self.finish_reason = more.finish_reason
+
+
+@dataclass(slots=True)
+class Message:
+    """A chunk of one output, or its end."""
+
+    index: int  # of the output
+    chunk: Chunk | None = None
+    complete: inference_pb2.Complete | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the GenerateResponse, without the request id."""
+        if (chunk := self.chunk) is None:
+            return {"index": self.index, "complete": self.complete}
+        told = {
+            "first_token_index": chunk.first_token_index,
+            "token_ids": chunk.token_ids,
+            "text": chunk.text,
+            "cached_tokens": chunk.cached_tokens,
+            "finish_reason": chunk.finish_reason,
+        }
+        if chunk.logprobs or chunk.prompt_logprobs:
+            told |= {"logprobs": chunk.logprobs, "prompt_logprobs": chunk.prompt_logprobs}
+        return {"index": self.index, "chunk": told}
 
 
 class Generation:
@@ -24,31 +69,28 @@ class Generation:
         num_ended: int = 0,
         max_unsent_tokens: int = MAX_UNSENT_TOKENS,
         stream_interval: int = 1,
-        wire_id: str = "",
         wake: Callable[["Generation"], None] | None = None,
     ) -> None:
         """Create the queue of the `num_sequences` outputs of a call; `num_ended` of them have ended and send nothing.
 
         The first tokens of an output are sent at once, later tokens when there are `stream_interval` of them or the
-        output ends. At most `max_unsent_tokens` for each output may wait. Messages have `wire_id` as their request id
-        if given, else `request_id`. `wake` is called when there is something to take, for a reader that does not wait
-        in `next`.
+        output ends. At most `max_unsent_tokens` for each output may wait. `wake` is called when there is something to
+        take, for a reader that does not wait in `next`.
         """
         self.request_id = request_id
-        self._wire_id = wire_id or request_id
         self._wake = wake
         self.sequence_ids = [f"{request_id}/{index}" for index in range(num_sequences)]
         self._max_unsent_tokens = max_unsent_tokens * num_sequences
         self._num_unsent_tokens = 0
         self._num_open = num_sequences - num_ended
-        self._unsent: deque[inference_pb2.GenerateResponse] = deque()
+        self._unsent: deque[Message] = deque()
         self._stream_interval = stream_interval
         self._begun = set[int]()  # outputs of which a chunk has been queued
-        self._held: dict[int, inference_pb2.Chunk] = {}  # chunks with too few tokens to send, by output
+        self._held: dict[int, Chunk] = {}  # chunks with too few tokens to send, by output
         self.error: RequestError | None = None  # of `fail`
         self._waiting: asyncio.Future[None] | None = None  # of a reader in `next`
 
-    def push_chunk(self, index: int, chunk: inference_pb2.Chunk) -> None:
+    def push_chunk(self, index: int, chunk: Chunk) -> None:
         """Queue a chunk of the output number `index`, or keep it until `stream_interval` tokens are there.
 
         Raises RequestError with reason SLOW_READER when the unsent tokens of the whole call exceed the limit.
@@ -58,7 +100,7 @@ class Generation:
             message = f"the reader is {self._num_unsent_tokens} tokens behind, the limit is {self._max_unsent_tokens}"
             raise RequestError(SLOW_READER, message)
         if (held := self._held.pop(index, None)) is not None:
-            _append(held, chunk)
+            held.append(chunk)
             chunk = held
         if index in self._begun and len(chunk.token_ids) < self._stream_interval:
             self._held[index] = chunk
@@ -70,7 +112,7 @@ class Generation:
         """Queue the end of the output number `index`, after all of its chunks."""
         self._num_open -= 1
         self._release(index)
-        self._push(inference_pb2.GenerateResponse(request_id=self._wire_id, index=index, complete=complete))
+        self._push(Message(index, complete=complete))
 
     def fail(self, error: RequestError) -> None:
         """End the whole call with an error after the queued messages.
@@ -90,7 +132,7 @@ class Generation:
         """Return the number of messages that the reader has not taken yet."""
         return len(self._unsent)
 
-    async def next(self) -> inference_pb2.GenerateResponse | None:
+    async def next(self) -> Message | None:
         """Wait for the next message to the client and return it, or return None when every output has ended.
 
         Raises the RequestError given to `fail`, once the queue is empty.
@@ -102,11 +144,12 @@ class Generation:
                 return None
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
-        response = self._unsent.popleft()
-        self._num_unsent_tokens -= len(response.chunk.token_ids)
-        return response
+        message = self._unsent.popleft()
+        if message.chunk is not None:
+            self._num_unsent_tokens -= len(message.chunk.token_ids)
+        return message
 
-    def take_all(self) -> Iterable[inference_pb2.GenerateResponse]:
+    def take_all(self) -> Collection[Message]:
         """Remove and return all messages that the reader has not taken, oldest first.
 
         Does not wait and raises nothing.
@@ -120,16 +163,16 @@ class Generation:
         if (chunk := self._held.pop(index, None)) is not None:
             self._push_or_join(index, chunk)
 
-    def _push_or_join(self, index: int, chunk: inference_pb2.Chunk) -> None:
+    def _push_or_join(self, index: int, chunk: Chunk) -> None:
         last = self._unsent[-1] if self._unsent else None
-        is_joined = last is not None and last.index == index and last.HasField("chunk")
-        if last is not None and is_joined and len(last.chunk.token_ids) < MAX_CHUNK_TOKENS:
-            _append(last.chunk, chunk)
+        before = last.chunk if last is not None and last.index == index else None
+        if before is not None and len(before.token_ids) < MAX_CHUNK_TOKENS:
+            before.append(chunk)
         else:
-            self._push(inference_pb2.GenerateResponse(request_id=self._wire_id, index=index, chunk=chunk))
+            self._push(Message(index, chunk))
 
-    def _push(self, response: inference_pb2.GenerateResponse) -> None:
-        self._unsent.append(response)
+    def _push(self, message: Message) -> None:
+        self._unsent.append(message)
         self._notify()
 
     def _notify(self) -> None:
@@ -137,10 +180,3 @@ class Generation:
             self._waiting.set_result(None)
         if self._wake is not None:
             self._wake(self)
-
-
-def _append(chunk: inference_pb2.Chunk, more: inference_pb2.Chunk) -> None:
-    """Append the following chunk to `chunk` in place."""
-    text, first_token_index = chunk.text + more.text, chunk.first_token_index
-    chunk.MergeFrom(more)
-    chunk.text, chunk.first_token_index = text, first_token_index

@@ -37,7 +37,8 @@ class InferenceService:
             await context.send_initial_metadata(self._terms(request.model, call))
             loop = asyncio.get_running_loop()
             with WriteTimer() as timer:
-                while (response := await call.generation.next()) is not None:
+                while (message := await call.generation.next()) is not None:
+                    response = inference_pb2.GenerateResponse(request_id=request.request_id, **message.fields())
                     timer.since_s = loop.time()
                     await context.write(response)
                     timer.since_s = None

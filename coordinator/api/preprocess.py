@@ -296,10 +296,10 @@ class Preprocessor:
         """Return the ends of all `num` sequences of a call that only prefills, in order. Raises RequestError."""
         completes: dict[int, inference_pb2.Complete] = {}
         try:
-            while (response := await generation.next()) is not None:
-                if not response.complete.embedding:
+            while (message := await generation.next()) is not None:
+                if message.complete is None or not message.complete.embedding:
                     raise RequestError(ABORTED, f"request {generation.request_id} was aborted")
-                completes[response.index] = response.complete
+                completes[message.index] = message.complete
             return [completes[index] for index in range(num)]
         finally:
             self._control.close(generation)

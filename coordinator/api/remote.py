@@ -20,7 +20,7 @@ import grpc
 from coordinator.api.authentication import check_admin_key
 from coordinator.api.connections import Sheds
 from coordinator.api.exchange import write
-from coordinator.api.generation import Generation
+from coordinator.api.generation import Chunk, Generation
 from coordinator.api.messages import (
     Situation,
     call_to_wire,
@@ -77,10 +77,20 @@ class _Output:
     def take(self, chunk: inference_pb2.Chunk) -> None:
         """Take the next tokens. Raises RequestError for a slow reader, and where they do not follow the ones before."""
         check_follows(chunk.first_token_index, len(self.token_ids))
-        self.token_ids.extend(chunk.token_ids)
+        token_ids = list(chunk.token_ids)
+        self.token_ids += token_ids
         self.finish_reason = chunk.finish_reason
         self.first_s = self.first_s or time.monotonic()
-        self.answer.add_chunk(chunk)
+        self.answer.add_chunk(
+            Chunk(
+                chunk.first_token_index,
+                token_ids,
+                logprobs=chunk.logprobs,
+                prompt_logprobs=chunk.prompt_logprobs,
+                cached_tokens=chunk.cached_tokens if chunk.HasField("cached_tokens") else None,
+                finish_reason=chunk.finish_reason,
+            )
+        )
 
     def end(self, complete: inference_pb2.Complete) -> None:
         self.has_ended = True

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.api.generation import Generation
+from coordinator.api.generation import Chunk, Generation
 from coordinator.control.request import SoFar
 from coordinator.text.detokenizer import Detokenizer
 from coordinator.text.stop_strings import StopMatcher
@@ -56,7 +56,9 @@ class AnswerText:
         self._num_known_chars = so_far.num_chars
         self._owed = "".join(pieces)
 
-    def add(self, token_id: int, finish_reason: inference_pb2.FinishReason) -> str:
+    def add(
+        self, token_id: int, finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
+    ) -> str:
         """Add a token, and return the text that is certain now; often empty. No token may follow a stop string.
 
         `finish_reason` says how this token ends the output; FINISH_REASON_UNSPECIFIED if it does not. After the last
@@ -115,6 +117,22 @@ class AnswerText:
         return text[num_known:]
 
 
+def chunk_of(tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None) -> Chunk:
+    """Return consecutive tokens as a chunk without text; `num_cached_tokens` as in `Answer.add`."""
+    first, last = tokens[0], tokens[-1]
+    scored = [each for each in tokens if each.HasField("logprob")]
+    return Chunk(
+        first.index,
+        [token.token_id for token in tokens],
+        logprobs=[
+            inference_pb2.TokenLogprobs(token_id=each.token_id, logprob=each.logprob, top=each.top) for each in scored
+        ],
+        prompt_logprobs=first.prompt_logprobs,
+        cached_tokens=num_cached_tokens,
+        finish_reason=last.finish_reason,
+    )
+
+
 def check_follows(index: int, num_tokens: int) -> None:
     """Raise RequestError unless `index`, of the next token, is `num_tokens`, since a token would be missing."""
     if index != num_tokens:
@@ -145,34 +163,12 @@ class Answer:
         Tokens after the stop string are dropped. `num_cached_tokens` are those of the prompt that were cached, with the
         first tokens. Raises RequestError when the reader is too slow, or the tokens do not follow those before.
         """
-        answer_text = self._text
-        if answer_text.matched_stop is not None:
+        if self.matched_stop is not None:
             return True
-        first_token_index, text = answer_text.num_tokens, ""
-        check_follows(tokens[0].index, first_token_index)
-        token_ids: list[int] = []
-        logprobs: list[inference_pb2.TokenLogprobs] = []
-        for token in tokens:
-            token_ids.append(token.token_id)
-            if token.HasField("logprob"):
-                logprobs.append(
-                    inference_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=token.top)
-                )
-            text += answer_text.add(token.token_id, token.finish_reason)
-            if answer_text.matched_stop is not None:
-                break
-        chunk = inference_pb2.Chunk(
-            first_token_index=first_token_index,
-            token_ids=token_ids,
-            text=text,
-            logprobs=logprobs,
-            prompt_logprobs=tokens[0].prompt_logprobs,
-            cached_tokens=num_cached_tokens,
-        )
-        self.generation.push_chunk(self._index, chunk)
-        return answer_text.matched_stop is not None
+        check_follows(tokens[0].index, self.num_tokens)
+        return self.add_chunk(chunk_of(tokens, num_cached_tokens))
 
-    def add_chunk(self, chunk: inference_pb2.Chunk) -> bool:
+    def add_chunk(self, chunk: Chunk) -> bool:
         """Add the text to a chunk of tokens and queue the chunk; return whether a stop string has ended the output.
 
         Tokens after the stop string are dropped. The chunk is changed and must not be used afterwards. Raises
@@ -180,17 +176,15 @@ class Answer:
         """
         if self.matched_stop is not None:
             return True
-        text, finish_reason = "", inference_pb2.FINISH_REASON_UNSPECIFIED
-        num_left = len(chunk.token_ids)
-        for token_id in chunk.token_ids:
-            num_left -= 1
-            text += self._text.add(token_id, finish_reason if num_left else chunk.finish_reason)
+        *others, last = chunk.token_ids
+        for number, token_id in enumerate(others, start=1):
+            chunk.text += self._text.add(token_id)
             if self.matched_stop is not None:
-                del chunk.token_ids[len(chunk.token_ids) - num_left :]
-                del chunk.logprobs[len(chunk.token_ids) :]
+                chunk.token_ids, chunk.logprobs = chunk.token_ids[:number], chunk.logprobs[:number]
                 break
-        chunk.text = text
-        chunk.ClearField("finish_reason")
+        else:
+            chunk.text += self._text.add(last, chunk.finish_reason)
+        chunk.finish_reason = inference_pb2.FINISH_REASON_UNSPECIFIED
         self.generation.push_chunk(self._index, chunk)
         return self.matched_stop is not None
 
@@ -200,8 +194,7 @@ class Answer:
         If a stop string has ended the output, the finish reason and the number of tokens in `complete` are replaced.
         """
         if rest := self._text.rest():
-            chunk = inference_pb2.Chunk(first_token_index=self._text.num_tokens, text=rest)
-            self.generation.push_chunk(self._index, chunk)
+            self.generation.push_chunk(self._index, Chunk(self._text.num_tokens, [], rest))
         if self.matched_stop is not None:
             complete.finish_reason = inference_pb2.FINISH_REASON_STOP
             complete.matched_stop_str = self.matched_stop

@@ -14,6 +14,7 @@ from coordinator.control.roles import Roles
 from coordinator.control.scheduler import Scheduler
 from coordinator.dispatcher import Dispatcher
 from coordinator.fleet_service import FleetService
+from protos import inference_pb2
 from serving_core.errors import RequestError
 from tests.schedules.clients import Call
 from tests.schedules.history import Rest
@@ -168,7 +169,8 @@ class SimulatedCoordinator:
             return
         call.is_taken = True
         try:
-            while (response := await generation.next()) is not None:
+            while (message := await generation.next()) is not None:
+                response = inference_pb2.GenerateResponse(request_id=generation.request_id, **message.fields())
                 if client.listens and client.call is call:
                     client.take(response, self._loop.now)
         except RequestError as error:

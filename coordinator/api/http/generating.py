@@ -7,21 +7,23 @@ chunk, unless the API has a final error event of its own. When the client discon
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from coordinator.api.generation import Chunk, Message
 from coordinator.api.http import sse
 from coordinator.api.http.api_adapters import ApiAdapter, Object, Translation
 from coordinator.api.http.errors import internal_error, renamed
 from coordinator.api.http.responses import ChoiceFormatter, Output, Usage
 from coordinator.api.preprocess import Call, Prepared, Preprocessor
-from protos.inference_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH, Chunk, GenerateResponse
+from protos.inference_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH
 from serving_core.errors import RequestError
 from serving_core.json_fields import json_line
 from serving_core.tasks import first_to_end
@@ -44,6 +46,7 @@ class GenerationApp:
         self._api_adapter = api_adapter
         self._parsed = formatter.parsed
         self._request_id = request_id
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}  # of the events of an output, by its index
         self._envelope = formatter.envelope(
             request_id, preprocessor.model.name_in_responses(self._parsed.requests[0].model)
         )
@@ -84,15 +87,15 @@ class GenerationApp:
         outputs = [self._formatter.new_output(call.prompt) for call in calls for _ in range(num_sequences)]
         usage = _usage(calls)
         async with aclosing(self._arrivals(calls)) as arrivals:
-            async for arrival in arrivals:
-                index = arrival.call_index * num_sequences + arrival.response.index
+            async for call_index, message in arrivals:
+                index = call_index * num_sequences + message.index
                 output = outputs[index]
-                _set_cached(usage, arrival)
-                self._count(usage, index, output.prompt, arrival.response.chunk)
-                if arrival.response.HasField("complete"):
-                    output.complete = arrival.response.complete
+                _set_cached(usage, call_index, message)
+                if message.chunk is None:
+                    output.complete = message.complete
                 else:
-                    output.add(arrival.response.chunk)
+                    self._count(usage, index, output.prompt, message.chunk)
+                    output.add(message.chunk)
         if sum(len(output.scores) + len(output.logprobs) for output in outputs) > MOST_SCORES_AT_ONCE:
             return await asyncio.to_thread(self._whole, outputs, usage)
         return self._whole(outputs, usage)
@@ -140,22 +143,29 @@ class GenerationApp:
                 await stream.write(b"".join(events))
         await stream.write(self._api_adapter.end())
 
-    async def _events(self, calls: Sequence[Call], take: Callable[[Object], R]) -> AsyncGenerator[list[R]]:
+    async def _events(self, calls: Sequence[Call], take: Callable[[Object], Any]) -> AsyncGenerator[list[Any]]:
         """Yield `take` of the events of each message, and last of the event with the usage."""
         usage, opened = _usage(calls), set[int]()
         async with aclosing(self._arrivals(calls)) as arrivals:
-            async for arrival in arrivals:
-                index = arrival.call_index * self._parsed.num_sequences + arrival.response.index
-                prompt = calls[arrival.call_index].prompt
-                _set_cached(usage, arrival)
-                opening = [] if index in opened else [*map(take, self._opening(index, prompt, usage))]
-                opened.add(index)
-                self._count(usage, index, prompt, arrival.response.chunk)
-                response = arrival.response
-                if response.chunk.prompt_logprobs:  # which are large
-                    yield opening + await asyncio.to_thread(self._taken, take, index, response, prompt, usage)
+            async for call_index, message in arrivals:
+                index = call_index * self._parsed.num_sequences + message.index
+                prompt, chunk = calls[call_index].prompt, message.chunk
+                _set_cached(usage, call_index, message)
+                opening = []
+                if index not in opened:
+                    opened.add(index)
+                    opening = [*map(take, self._opening(index, prompt, usage))]
+                if chunk is None:
+                    assert message.complete is not None, "it has no chunk"
+                    closing = self._formatter.closing(index, message.complete)
+                    yield [*opening, *(take(self._event(choice, usage)) for choice in closing)]
+                    continue
+                self._count(usage, index, prompt, chunk)
+                if chunk.prompt_logprobs:  # which are large
+                    taken = await asyncio.to_thread(self._taken, take, index, chunk, prompt, usage)
                 else:
-                    yield opening + self._taken(take, index, response, prompt, usage)
+                    taken = self._taken(take, index, chunk, prompt, usage)
+                yield opening + taken
         if self._parsed.include_usage:
             yield [take(self._envelope.event([], usage=usage.to_json()))]
 
@@ -163,7 +173,7 @@ class GenerationApp:
         usage.add_tokens(len(chunk.token_ids))
         usage.num_thought_tokens = self._formatter.num_thought_tokens(index, prompt, chunk)
 
-    def _arrivals(self, calls: Sequence[Call]) -> AsyncGenerator["Arrival"]:
+    def _arrivals(self, calls: Sequence[Call]) -> AsyncGenerator[tuple[int, Message]]:
         return without_output(calls) if self._parsed.terms.drops_answers else merged(calls)
 
     def _opening(self, index: int, prompt: list[int], usage: Usage) -> list[Object]:
@@ -171,13 +181,22 @@ class GenerationApp:
         return [] if choice is None else [self._event(choice, usage, **self._formatter.envelope_extras(prompt))]
 
     def _taken(
-        self, take: Callable[[Object], R], index: int, response: GenerateResponse, prompt: list[int], usage: Usage
-    ) -> list[R]:
-        if response.HasField("complete"):
-            choices = self._formatter.closing(index, response.complete)
-        else:
-            choices = self._formatter.events(index, prompt, response.chunk)
-        return [take(self._event(choice, usage)) for choice in choices]
+        self, take: Callable[[Object], Any], index: int, chunk: Chunk, prompt: list[int], usage: Usage
+    ) -> list[Any]:
+        return [
+            self._text_taken(take, index, each, usage) if isinstance(each, str) else take(self._event(each, usage))
+            for each in self._formatter.pieces(index, prompt, chunk)
+        ]
+
+    def _text_taken(self, take: Callable[[Object], Any], index: int, text: str, usage: Usage) -> Any:
+        """Return `take` of the event of a text. In OpenAI's stream, those of an output differ in the text alone."""
+        if isinstance(self._api_adapter, Translation) or self._parsed.continuous_usage:
+            return take(self._event(self._formatter.text_choice(index, text), usage))
+        if (around := self._around_text.get(index)) is None:
+            event: bytes = take(self._event(self._formatter.text_choice(index, _STAND_IN), usage))
+            before, _, after = event.partition(json_line(_STAND_IN).encode())
+            around = self._around_text[index] = before, after
+        return b"".join((around[0], json_line(text).encode(), around[1]))
 
     def _event(self, choice: Object, usage: Usage, **others: Any) -> Object:
         event = self._envelope.event([choice], **others)
@@ -188,45 +207,40 @@ class GenerationApp:
         return event
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A message and the index of its call."""
-
-    call_index: int
-    response: GenerateResponse
+_STAND_IN: Final = secrets.token_hex(16)  # a text that no event has by itself
 
 
-async def merged(calls: Sequence[Call]) -> AsyncGenerator[Arrival]:
-    """Yield the messages of all calls as they come, until every call has ended.
+async def merged(calls: Sequence[Call]) -> AsyncGenerator[tuple[int, Message]]:
+    """Yield the messages of all calls as they come, each with the index of its call, until every call has ended.
 
     Raises the RequestError of the first call that fails.
     """
     if len(calls) == 1:  # no tasks for the common case
-        while (response := await calls[0].generation.next()) is not None:
-            yield Arrival(0, response)
+        while (message := await calls[0].generation.next()) is not None:
+            yield 0, message
         return
     waits = {asyncio.create_task(call.generation.next()): index for index, call in enumerate(calls)}
     try:
         while waits:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=waits.__getitem__):
-                response = task.result()
+                message = task.result()
                 index = waits.pop(task)
-                if response is not None:
+                if message is not None:
                     waits[asyncio.create_task(calls[index].generation.next())] = index
-                    yield Arrival(index, response)
+                    yield index, message
     finally:
         for task in waits:
             task.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
 
 
-async def without_output(calls: Sequence[Call]) -> AsyncGenerator[Arrival]:
+async def without_output(calls: Sequence[Call]) -> AsyncGenerator[tuple[int, Message]]:
     """Yield what `merged` does, without the generated text."""
     async with aclosing(merged(calls)) as arrivals:
-        async for arrival in arrivals:
-            _drop_output(arrival.response)
-            yield arrival
+        async for call_index, message in arrivals:
+            _drop_output(message)
+            yield call_index, message
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, R]) -> R:
@@ -263,28 +277,26 @@ def written(document: Mapping[str, Any]) -> Response:
     return Response("{" + ",".join(parts) + "}", media_type="application/json")
 
 
-def _drop_output(response: GenerateResponse) -> None:
+def _drop_output(message: Message) -> None:
     """Remove the generated text; keep prompt logprobs, and the finish reason of an aborted request."""
-    if response.HasField("complete"):
-        if response.complete.finish_reason != FINISH_REASON_ABORT:
-            response.complete.finish_reason = FINISH_REASON_LENGTH
-        response.complete.completion_tokens = 0
-        response.complete.ClearField("matched_stop")
-    else:
-        for name in ("token_ids", "text", "logprobs"):
-            response.chunk.ClearField(name)
+    if (complete := message.complete) is not None:
+        if complete.finish_reason != FINISH_REASON_ABORT:
+            complete.finish_reason = FINISH_REASON_LENGTH
+        complete.completion_tokens = 0
+        complete.ClearField("matched_stop")
+    if (chunk := message.chunk) is not None:
+        message.chunk = replace(chunk, token_ids=[], text="", logprobs=())
 
 
 def _usage(calls: Sequence[Call]) -> Usage:
     return Usage(sum(len(call.prompt) for call in calls))
 
 
-def _set_cached(usage: Usage, arrival: Arrival) -> None:
+def _set_cached(usage: Usage, call_index: int, message: Message) -> None:
     """Add the cached tokens of an output, which its first and last message report; outputs of a prompt share them."""
-    response = arrival.response
-    if response.index != 0:
+    if message.index != 0:
         return
-    if response.HasField("complete"):
-        usage.set_cached(arrival.call_index, response.complete.cached_tokens)
-    elif response.chunk.HasField("cached_tokens"):
-        usage.set_cached(arrival.call_index, response.chunk.cached_tokens)
+    if message.complete is not None:
+        usage.set_cached(call_index, message.complete.cached_tokens)
+    elif message.chunk is not None and message.chunk.cached_tokens is not None:
+        usage.set_cached(call_index, message.chunk.cached_tokens)

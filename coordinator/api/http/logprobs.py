@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from coordinator.api.generation import Chunk
 from coordinator.api.http.messages import CONTENT, REASONING, Delta, Deltas
 from coordinator.text.detokenizer import Detokenizer
-from protos.inference_pb2 import Chunk, TokenLogprobs, TopLogprob
+from protos.inference_pb2 import TokenLogprobs, TopLogprob
 
 LEAST_LOGPROB: Final = -9999.0  # JSON has no infinity
 

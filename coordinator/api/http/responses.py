@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from coordinator.api.generation import Chunk
 from coordinator.api.http.logprobs import (
     NOTHING,
     Echo,
@@ -21,7 +22,7 @@ from coordinator.api.http.logprobs import (
     echo_of,
     prompt_logprobs,
 )
-from coordinator.api.http.messages import Delta, Deltas, Message
+from coordinator.api.http.messages import CONTENT, Delta, Deltas, Message
 from coordinator.api.http.request_models import ASSISTANT
 from coordinator.api.http.requests import ParsedRequest
 from coordinator.api.validation import skips_special_tokens
@@ -33,7 +34,6 @@ from coordinator.text.tokenizer import Tokenizer
 from protos.inference_pb2 import (
     FINISH_REASON_STOP,
     Attainment,
-    Chunk,
     Complete,
     SamplingParams,
     Timeline,
@@ -94,8 +94,12 @@ class ChoiceFormatter(ABC):
         """Return the choice that begins the events of an output, or None."""
 
     @abstractmethod
-    def events(self, index: int, prompt: list[int], chunk: Chunk) -> list[dict[str, Any]]:
-        """Return the choices for a chunk's events, in the order of the output."""
+    def pieces(self, index: int, prompt: list[int], chunk: Chunk) -> list[dict[str, Any] | str]:
+        """Return the choices for a chunk's events, in the order of the output; a text stands for its `text_choice`."""
+
+    @abstractmethod
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """Return the choice of an event that has a text and nothing else."""
 
     @abstractmethod
     def closing(self, index: int, complete: Complete) -> list[dict[str, Any]]:
@@ -166,13 +170,21 @@ class CompletionFormatter(ChoiceFormatter):
     def opening(self, index: int) -> dict[str, Any] | None:
         return None
 
-    def events(self, index: int, prompt: list[int], chunk: Chunk) -> list[dict[str, Any]]:
-        if index in self._has_begun:
-            choice = self._choice(index, prompt, chunk.text, list(chunk.logprobs))
-        else:
+    def pieces(self, index: int, prompt: list[int], chunk: Chunk) -> list[dict[str, Any] | str]:
+        if index not in self._has_begun:
             self._has_begun.add(index)
             choice = self._first_choice(index, prompt, list(chunk.prompt_logprobs), chunk.text, list(chunk.logprobs))
-        return [{**choice, "finish_reason": None, "stop_reason": None, **self.token_ids(list(chunk.token_ids))}]
+        elif chunk.logprobs or self.parsed.return_token_ids:
+            choice = self._choice(index, prompt, chunk.text, list(chunk.logprobs))
+        else:
+            return [chunk.text]
+        return [self._open(choice, list(chunk.token_ids))]
+
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        return self._open({"index": index, "text": text, "logprobs": None}, [])
+
+    def _open(self, choice: dict[str, Any], token_ids: list[int]) -> dict[str, Any]:
+        return {**choice, "finish_reason": None, "stop_reason": None, **self.token_ids(token_ids)}
 
     def closing(self, index: int, complete: Complete) -> list[dict[str, Any]]:
         return [{"index": index, "text": "", "logprobs": None, **self.end_of(complete)}]
@@ -263,17 +275,20 @@ class ChatFormatter(ChoiceFormatter):
         delta = {"role": ASSISTANT, "content": self._echo(index)}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def events(self, index: int, prompt: list[int], chunk: Chunk) -> list[dict[str, Any]]:
+    def pieces(self, index: int, prompt: list[int], chunk: Chunk) -> list[dict[str, Any] | str]:
         if index not in self._deltas:
             self._begin(index, prompt)
         if index in self._scored:
             return [self._choice(index, delta, items) for delta, items in self._scored[index].feed(chunk)]
         deltas = self._deltas[index].feed(chunk.text)
-        if not (deltas or chunk.logprobs or self.parsed.return_token_ids):
-            return []
+        if not (chunk.logprobs or self.parsed.return_token_ids):
+            return [each[CONTENT] if CONTENT in each else self._choice(index, each) for each in deltas]
         # The first event has the logprobs and token ids of the whole chunk.
         first = self._choice(index, deltas[0] if deltas else {}, chunk.logprobs, chunk.token_ids)
         return [first, *(self._choice(index, delta) for delta in deltas[1:])]
+
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        return self._choice(index, {CONTENT: text})
 
     def closing(self, index: int, complete: Complete) -> list[dict[str, Any]]:
         deltas = self._deltas.get(index)

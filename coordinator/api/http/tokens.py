@@ -6,6 +6,7 @@ An external coordinator renders a call here or elsewhere, and sends what comes o
 from collections.abc import Sequence
 from typing import Any, Final
 
+from coordinator.api.generation import Chunk
 from coordinator.api.http.errors import renamed
 from coordinator.api.http.logprobs import chat_logprobs, finite_logprob, prompt_logprobs
 from coordinator.api.http.request_models import TokensRequest
@@ -16,7 +17,7 @@ from coordinator.api.validation import RequestPlan, bad
 from coordinator.text.answer_format import PLAIN, AnswerFormat
 from coordinator.text.constraints import NO_LEEWAY, Leeway
 from coordinator.text.structures import constraint_of
-from protos.inference_pb2 import Chunk, Complete, GenerateRequest, SamplingParams, TokenizedInput, TokenLogprobs
+from protos.inference_pb2 import Complete, GenerateRequest, SamplingParams, TokenizedInput, TokenLogprobs
 from serving_core.errors import RequestError
 
 TOKENS: Final = "tokens"  # an output mode
@@ -80,12 +81,15 @@ class TokensFormatter(ChoiceFormatter):
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Return a choice for the event with the prompt's token ids, if they are requested."""
-        return {**self._choice(index, [], "", []), **_OPEN} if self.parsed.return_token_ids and index == 0 else None
+        return self.text_choice(index, "") if self.parsed.return_token_ids and index == 0 else None
 
-    def events(self, index: int, prompt: list[int], chunk: Chunk) -> list[dict[str, Any]]:
+    def pieces(self, index: int, prompt: list[int], chunk: Chunk) -> list[dict[str, Any] | str]:
         if not (chunk.token_ids or self._has_text):
             return []  # text that was held back
         return [{**self._choice(index, list(chunk.token_ids), chunk.text, chunk.logprobs), **_OPEN}]
+
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        return {**self._choice(index, [], text, []), **_OPEN}
 
     def closing(self, index: int, complete: Complete) -> list[dict[str, Any]]:
         return [{**self._choice(index, [], "", []), **self.end_of(complete)}]

@@ -100,6 +100,12 @@ def events_of(reply):
     return found
 
 
+def choices_of(form, chunk, prompt=(1, 2)):
+    """Return the choices of the events for a chunk of the first output."""
+    pieces = form.pieces(0, prompt, chunk)
+    return [form.text_choice(0, each) if isinstance(each, str) else each for each in pieces]
+
+
 def error_of(reply):
     """Return the status, the type and the code of an error in OpenAI's form."""
     error = reply.json()["error"]

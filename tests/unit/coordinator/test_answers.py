@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.api.generation import Generation
+from coordinator.api.generation import Chunk, Generation
 from coordinator.control.request import SoFar
 from coordinator.text.answers import Answer, AnswerText, TextOptions
 from coordinator.text.stop_strings import StopMatcher
@@ -67,8 +67,8 @@ def read(answer, finish_reason=LENGTH, completion_tokens=99):
     answer.end(inference_pb2.Complete(finish_reason=finish_reason, completion_tokens=completion_tokens))
     *chunks, last = asyncio.run(drain(answer.generation))
     token_ids = [token_id for response in chunks for token_id in response.chunk.token_ids]
-    assert last.HasField("complete")
-    assert all(response.HasField("chunk") for response in chunks)
+    assert last.chunk is None
+    assert all(response.complete is None for response in chunks)
     return "".join(response.chunk.text for response in chunks), token_ids, last.complete
 
 
@@ -76,8 +76,8 @@ def test_tokens_of_one_step_become_one_chunk_with_their_logprobs(tokenizer):
     answer = answer_with(tokenizer)
     top = [inference_pb2.TopLogprob(token_id=5, logprob=-2.0)]
     answer.add([sampled(None, 0, ord("a"), logprob=-0.5, top=top), sampled(None, 1, ord("b"), logprob=-1.0)])
-    response = asyncio.run(answer.generation.next())
-    assert response == inference_pb2.GenerateResponse(
+    message = asyncio.run(answer.generation.next())
+    assert inference_pb2.GenerateResponse(request_id="r", **message.fields()) == inference_pb2.GenerateResponse(
         request_id="r",
         chunk=inference_pb2.Chunk(
             token_ids=[97, 98],
@@ -93,7 +93,8 @@ def test_tokens_of_one_step_become_one_chunk_with_their_logprobs(tokenizer):
 def test_half_a_character_waits_and_is_flushed_at_the_end(tokenizer):
     answer = answer_with(tokenizer)
     answer.add(tokens_of("é".encode()[:1]))
-    assert asyncio.run(answer.generation.next()).chunk == inference_pb2.Chunk(token_ids=[0xC3])
+    chunk = asyncio.run(answer.generation.next()).chunk
+    assert (chunk.token_ids, chunk.text) == ([0xC3], "")
     assert read(answer) == ("\ufffd", [], inference_pb2.Complete(finish_reason=LENGTH, completion_tokens=99))
 
 
@@ -210,15 +211,15 @@ def test_an_answer_that_goes_on_has_the_text_of_one_that_was_never_broken_off(
 
 def test_unread_chunks_join_and_a_reader_too_far_behind_is_refused():
     generation = Generation("r", 2, max_unsent_tokens=3)
-    generation.push_chunk(0, inference_pb2.Chunk(first_token_index=0, token_ids=[1], text="a"))
-    generation.push_chunk(0, inference_pb2.Chunk(first_token_index=1, token_ids=[2], text="b"))
-    generation.push_chunk(1, inference_pb2.Chunk(first_token_index=0, token_ids=[3, 4], text="c"))
-    generation.push_chunk(0, inference_pb2.Chunk(first_token_index=2, token_ids=[5], text="d"))
+    generation.push_chunk(0, Chunk(0, [1], "a"))
+    generation.push_chunk(0, Chunk(1, [2], "b"))
+    generation.push_chunk(1, Chunk(0, [3, 4], "c"))
+    generation.push_chunk(0, Chunk(2, [5], "d"))
     first = asyncio.run(generation.next())
     assert (first.index, list(first.chunk.token_ids), first.chunk.text) == (0, [1, 2], "ab")
-    generation.push_chunk(0, inference_pb2.Chunk(first_token_index=3, token_ids=[6, 7], text="e"))
+    generation.push_chunk(0, Chunk(3, [6, 7], "e"))
     with pytest.raises(RequestError, match="7 tokens behind, the limit is 6") as error:
-        generation.push_chunk(0, inference_pb2.Chunk(first_token_index=5, token_ids=[8, 9], text="f"))
+        generation.push_chunk(0, Chunk(5, [8, 9], "f"))
     generation.fail(error.value)
     with pytest.raises(RequestError, match="7 tokens behind"):
         asyncio.run(generation.next())
@@ -226,7 +227,7 @@ def test_unread_chunks_join_and_a_reader_too_far_behind_is_refused():
 
 def test_an_error_comes_after_what_is_queued():
     generation = Generation("r", 1)
-    generation.push_chunk(0, inference_pb2.Chunk(token_ids=[1], text="a"))
+    generation.push_chunk(0, Chunk(0, [1], "a"))
     generation.fail(RequestError("WORKER_LOST", "gone"))
     generation.fail(RequestError("DRAINING", "later"))
     assert asyncio.run(generation.next()).chunk.text == "a"
@@ -235,7 +236,7 @@ def test_an_error_comes_after_what_is_queued():
 
 
 def chunk(first_index, text):
-    return inference_pb2.Chunk(first_token_index=first_index, token_ids=map(ord, text), text=text)
+    return Chunk(first_index, [*map(ord, text)], text)
 
 
 async def read_ready(generation):
@@ -245,7 +246,8 @@ async def read_ready(generation):
         while True:
             async with asyncio.timeout(0):
                 read.append(await generation.next())
-    return [(each.index, each.chunk.first_token_index, each.chunk.text) for each in read if each is not None]
+    told = [(each.index, each.chunk or Chunk(0, [])) for each in read if each is not None]
+    return [(index, chunk.first_token_index, chunk.text) for index, chunk in told]
 
 
 async def test_tokens_are_held_until_there_are_enough_of_them():

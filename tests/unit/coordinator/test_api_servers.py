@@ -116,7 +116,7 @@ def link():
 
 
 def outputs_of(link, call_id="5", num_outputs=2):
-    generation = Generation("r", num_outputs, wire_id=call_id, wake=link.wake(call_id))
+    generation = Generation("r", num_outputs, wake=link.wake(call_id))
     return [TokenOutput(generation, index, 0) for index in range(num_outputs)]
 
 
@@ -341,11 +341,11 @@ async def read(generation):
     """Text by output to the end, and the completes."""
     texts, completes = {}, {}
     async with asyncio.timeout(DEADLINE_S):
-        while (response := await generation.next()) is not None:
-            if response.HasField("complete"):
-                completes[response.index] = response.complete
+        while (message := await generation.next()) is not None:
+            if message.chunk is None:
+                completes[message.index] = message.complete
             else:
-                texts[response.index] = texts.get(response.index, "") + response.chunk.text
+                texts[message.index] = texts.get(message.index, "") + message.chunk.text
     return texts, completes
 
 

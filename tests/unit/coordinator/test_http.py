@@ -11,6 +11,7 @@ from tests.tiny_models import ASSISTANT, BOS, EOS, USER
 from tests.unit.coordinator.http_kit import (
     KEY,
     LENGTH,
+    answer,
     answer_in_steps,
     completion_bytes,
     ended,
@@ -45,6 +46,34 @@ def test_the_events_of_a_completion(tmp_path):
             else:
                 assert first == event("ab", **nulls, prompt_token_ids=None)
             assert rest == [event("", "length", stop_reason=None), "[DONE]"]
+
+    run(scenario())
+
+
+ODD = 'a "quoted" \\ line\n\t\x00\x7f\x85\u2028\u2029 é \U0001f600 </script>'
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_events_that_differ_in_their_text_alone_are_as_those_that_are_written_one_by_one(tmp_path, path):
+    """With its usage in each event, a stream has every event written by itself."""
+
+    async def streamed(c, client, **options):
+        call = post(client, path, stream=True, stream_options=options, max_tokens=99)
+        await answer(c, ODD)
+        texts, others = "", list[dict]()
+        for event in [each for each in events_of(await call)[:-1] if each["choices"]]:
+            event.pop("usage", None)
+            inner = event["choices"][0].get("delta", event["choices"][0])
+            name = "text" if "text" in inner else "content"
+            texts += inner.pop(name, "")
+            others += [event] if event not in others else []
+        return texts, others
+
+    async def scenario():
+        async with http_cluster(tmp_path) as (c, client):
+            told = await streamed(c, client)
+            assert told == await streamed(c, client, include_usage=True, continuous_usage_stats=True)
+            assert told[0] == ODD
 
     run(scenario())
 

@@ -6,6 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from coordinator.api.generation import Chunk
 from coordinator.api.http.errors import error_object, error_response, renamed, status_of
 from coordinator.api.http.generating import written
 from coordinator.api.http.logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs
@@ -24,7 +25,6 @@ from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.tokenizer import Tokenizer, read_tokenizer
 from protos.inference_pb2 import (
     FINISH_REASON_LENGTH,
-    Chunk,
     Complete,
     GenerateRequest,
     SamplingParams,
@@ -35,6 +35,7 @@ from protos.inference_pb2 import (
 from serving_core.errors import RequestError
 from serving_core.json_fields import json_line
 from tests.tiny_models import EOS, write_fake_model
+from tests.unit.coordinator.http_kit import choices_of
 from tests.unit.coordinator.later import openai
 
 
@@ -154,7 +155,7 @@ def test_a_timeline_has_every_field():
 
 # ---- what OpenAI's own client accepts when it is strict ----
 
-CHUNK = Chunk(text="aü", token_ids=[ord("a"), 0xC3, 0xBC, EOS], logprobs=ITEMS)
+CHUNK = Chunk(0, [ord("a"), 0xC3, 0xBC, EOS], "aü", ITEMS)
 COMPLETE = Complete(finish_reason=FINISH_REASON_LENGTH)
 
 
@@ -174,7 +175,7 @@ def test_a_whole_response_is_of_openais_type(tokenizer, form_class, with_extras)
 def test_every_event_of_a_chat_is_of_openais_type(tokenizer):
     form = ChatFormatter(ParsedRequest((GenerateRequest(),)), tokenizer)
     envelope = Envelope(form, "r", "m")
-    for choice in (form.opening(0), *form.events(0, [1, 2], CHUNK), *form.closing(0, COMPLETE)):
+    for choice in (form.opening(0), *choices_of(form, CHUNK), *form.closing(0, COMPLETE)):
         openai.types.chat.ChatCompletionChunk.model_validate_json(
             json.dumps(envelope.event([choice], usage=None)), strict=True
         )
@@ -188,7 +189,7 @@ def test_what_an_answer_is_made_to_be_is_content_whatever_its_words_look_like(to
     asked = ParsedRequest((GenerateRequest(sampling_params=params),), offer=Offer(frozenset({"f"})))
     form = ChatFormatter(asked, tokenizer, AnswerFormat("hermes", thinks=True))
     answered = form.new_output([1, 2])
-    answered.add(Chunk(text=text))
+    answered.add(Chunk(0, [], text))
     answered.complete = COMPLETE
     assert form.whole(0, answered)["message"]["content"] == text
 
@@ -198,11 +199,11 @@ def test_thoughts_are_left_out_where_they_are_not_wanted(tokenizer):
         asked = ParsedRequest((GenerateRequest(),), includes_thoughts=includes_thoughts)
         form = ChatFormatter(asked, tokenizer, AnswerFormat(thinks=True))
         answered = form.new_output([1, 2])
-        answered.add(Chunk(text="<think>Hm.</think>Yes."))
+        answered.add(Chunk(0, [], "<think>Hm.</think>Yes."))
         answered.complete = COMPLETE
         message = form.whole(0, answered)["message"]
         assert (message["content"], message.get("reasoning_content")) == ("Yes.", "Hm." if includes_thoughts else None)
-        assert bool(form.events(0, [1, 2], Chunk(text="<think>Hm."))) == includes_thoughts
+        assert bool(form.pieces(0, [1, 2], Chunk(0, [], "<think>Hm."))) == includes_thoughts
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.api.generation import Chunk
 from coordinator.api.http.anthropic_messages import MessagesCall
 from coordinator.api.http.anthropic_messages_models import MessagesRequest
 from coordinator.api.http.openai_responses import LOGPROBS, ResponsesCall
@@ -17,9 +18,9 @@ from coordinator.api.http.requests import parse_chat, parse_completion
 from coordinator.api.http.responses import ChatFormatter, CompletionFormatter, Envelope, Usage
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.tokenizer import read_tokenizer
-from protos.inference_pb2 import FINISH_REASON_STOP, Chunk, Complete, TokenLogprobs
+from protos.inference_pb2 import FINISH_REASON_STOP, Complete, TokenLogprobs
 from tests.tiny_models import EOS, write_fake_model
-from tests.unit.coordinator.http_kit import HI, WEATHER, weather_call
+from tests.unit.coordinator.http_kit import HI, WEATHER, choices_of, weather_call
 
 FORMAT = AnswerFormat("hermes", thinks=True)
 PROMPT = [1, 2]
@@ -49,7 +50,7 @@ def answers(draw):
     most_cuts = draw(st.sampled_from([0, 2, 40]))
     cuts = sorted(draw(st.sets(st.integers(1, len(written)), max_size=most_cuts)))
     pieces = [written[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(written)])]
-    return parts, [*map(chunk_of, filter(None, pieces)), Chunk(token_ids=[EOS], logprobs=[scored(EOS)])]
+    return parts, [*map(chunk_of, filter(None, pieces)), Chunk(0, [EOS], logprobs=[scored(EOS)])]
 
 
 def scored(token_id):
@@ -57,8 +58,8 @@ def scored(token_id):
 
 
 def chunk_of(text):
-    token_ids = text.encode()
-    return Chunk(text=text, token_ids=token_ids, logprobs=map(scored, token_ids))
+    token_ids = [*text.encode()]
+    return Chunk(0, token_ids, text, [*map(scored, token_ids)])
 
 
 def joined(parts, kind):
@@ -78,11 +79,11 @@ def whole_of(form, chunks):
     return form.whole(0, answered)
 
 
-def choices_of(form, chunks):
+def told_choices(form, chunks):
     """The choices of the events of a stream."""
     opening = form.opening(0)
     told = [] if opening is None else [opening]
-    return [*told, *(each for chunk in chunks for each in form.events(0, PROMPT, chunk)), *form.closing(0, END)]
+    return [*told, *(each for chunk in chunks for each in choices_of(form, chunk, PROMPT)), *form.closing(0, END)]
 
 
 @given(answers())
@@ -95,7 +96,7 @@ def test_a_completion(tokenizer, answer):
             parse_completion(CompletionRequest.read({"prompt": "p", "logprobs": 0}), "r"), tokenizer
         )
 
-    whole, events = whole_of(form(), chunks), choices_of(form(), chunks)
+    whole, events = whole_of(form(), chunks), told_choices(form(), chunks)
     assert whole["text"] == "".join(event["text"] for event in events) == written
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         told = [event["logprobs"][name] for event in events if event["logprobs"]]
@@ -112,7 +113,7 @@ def test_a_chat(tokenizer, answer):
         fields = {"messages": [HI], "tools": [WEATHER], "logprobs": True}
         return ChatFormatter(parse_chat(ChatRequest.read(fields), "r", FORMAT), tokenizer, FORMAT)
 
-    whole, events = whole_of(form(), chunks), choices_of(form(), chunks)
+    whole, events = whole_of(form(), chunks), told_choices(form(), chunks)
     message, deltas = whole["message"], [event["delta"] for event in events]
     for name, kind in (("content", TEXT), ("reasoning_content", THOUGHT), ("reasoning", THOUGHT)):
         streamed = "".join(delta.get(name) or "" for delta in deltas)
@@ -138,7 +139,7 @@ def translated(call, request, tokenizer, chunks):
     """A whole response, and the JSON of a stream's events."""
     form = ChatFormatter(call.parse(request, "r", FORMAT), tokenizer, FORMAT)
     envelope, usage = Envelope(form, "r", "m"), Usage(2).to_json()
-    events = [envelope.event([choice], usage=usage) for choice in choices_of(form, chunks)]
+    events = [envelope.event([choice], usage=usage) for choice in told_choices(form, chunks)]
     for event in events:
         call.read(event)
     whole, streamed = call.whole(), type(call)()
@@ -153,7 +154,7 @@ def test_a_response(tokenizer, answer, include):
     parts, chunks = answer
     body = {"input": "hi", "tools": [TOOL], "include": include}
     for chunk in () if include else chunks:
-        chunk.ClearField("logprobs")  # which nodes tell where they are asked for
+        chunk.logprobs = ()  # which nodes tell where they are asked for
     whole, events = translated(ResponsesCall(), ResponsesRequest.read(body), tokenizer, chunks)
     assert events[-1]["response"] == whole
     items = {}
