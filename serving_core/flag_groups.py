@@ -12,7 +12,8 @@ COMMON: Final = (
 )
 GROUPS: Final = {
     "Model": (
-        *("engine", "dtype", "quantization", "max_model_len", "lora", "lora_root", "model_impl", "runner"),
+        *("engine", "vllm_python", "vllm_flag"),
+        *("dtype", "quantization", "max_model_len", "lora", "lora_root", "model_impl", "runner"),
         *("batch_invariant", "served_model_name", "generation_config", "max_logprobs"),
         *("chat_template", "chat_template_kwargs"),
         *("tool_call_parser", "reasoning_parser", "disable_additional_properties", "strict_fields"),

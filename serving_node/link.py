@@ -40,6 +40,7 @@ RETRY_MAX_S: Final = 2.0
 MAX_UNSENT_EVENTS: Final = 10_000
 MAX_JOINED_BYTES: Final = 256 * 1024  # of queued steps that are joined in one message
 LOOK: Final = 1 / 16  # of the coordinator's timeout, between two checks of its acknowledgements
+MAX_CHECKS: Final = 20  # of the secret before the start
 TAKEN_S: Final = 0.1  # longest wait for the report that a possible poison request is here
 _NOT_ATTACHED: Final = (
     grpc.aio.AioRpcError,
@@ -204,11 +205,36 @@ class FleetLink:
             await _wait(self._stopping, self._retry_s)
             await first_to_end(self._stopping.wait(), node.recovered())
 
+    async def check(self) -> None:
+        """Show the coordinator the secret, for nodes whose start takes long. Raises SettingsError if it is another one.
+
+        A coordinator that does not answer is logged, and may come later.
+        """
+        for _ in range(MAX_CHECKS):
+            try:
+                async with asyncio.timeout(WELCOME_DEADLINE_S), self._channel() as channel:
+                    stream = _Stream(fleet_pb2_grpc.FleetStub(channel).Attach(metadata=self._metadata))
+                    await stream.write(fleet_pb2.NodeEvent())
+                    await stream.read()
+            except _NOT_ATTACHED as error:
+                self._check_secret(error)
+                if isinstance(error, grpc.aio.AioRpcError):
+                    if error.details() == LOST_STATUS:  # it may have been the refusal
+                        continue
+                    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:  # for the empty event, with the right secret
+                        return
+                why = why_not_attached(error, self._settings.coordinator, over_tls=bool(self._settings.tls.tls_ca))
+                logger.warning("the coordinator does not answer yet: %s", why)
+                return
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str]]:
+        return (("authorization", f"Bearer {self._settings.fleet_secret}"),)
+
     async def _attach(self, stub: fleet_pb2_grpc.FleetStub, node: Node) -> None:
-        metadata = (("authorization", f"Bearer {self._settings.fleet_secret}"),)
         hello = node.hello()
         hello.session, hello.starved_share = self._session, self._starvation.look()
-        call = stub.Attach(metadata=metadata)
+        call = stub.Attach(metadata=self._metadata)
         stream = _Stream(call)
         try:
             async with asyncio.timeout(WELCOME_DEADLINE_S):

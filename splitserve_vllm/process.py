@@ -30,7 +30,7 @@ from serving_node.lifetime import serve
 from serving_node.link import FleetLink
 from serving_node.ranks.leading import Followers, end_at_once
 from splitserve_vllm.node import VllmNode
-from splitserve_vllm.seam import Stats, Vllm, VllmFacts, check_vllm
+from splitserve_vllm.seam import Stats, Vllm, VllmFacts, check_vllm, release
 from splitserve_vllm.settings import VllmSettings, check_vllm_flags
 
 logger = logging.getLogger(__name__)
@@ -63,11 +63,11 @@ def run_node(role: str, settings: VllmSettings, vllm_flags: tuple[str, ...]) -> 
 
     async def main() -> None:
         require("node")
-        release = check_vllm()
+        release()
         check_vllm_flags(vllm_flags)
         _check_network(settings)
         try:
-            await serve_node(settings, vllm_flags, role, name, release)
+            await serve_node(settings, vllm_flags, role, name)
         except RankLost as error:
             _kill_children()
             end_at_once(f"this node ends: {error}")
@@ -75,12 +75,14 @@ def run_node(role: str, settings: VllmSettings, vllm_flags: tuple[str, ...]) -> 
     run_process(role, name, settings.link.log, main)
 
 
-async def serve_node(settings: VllmSettings, vllm_flags: Sequence[str], role: str, name: str, release: str) -> None:
-    """Start vLLM of this release, and serve until a signal. Raises SettingsError, ModelError or RankLost."""
+async def serve_node(settings: VllmSettings, vllm_flags: Sequence[str], role: str, name: str) -> None:
+    """Start vLLM, and serve until a signal. Raises SettingsError, ModelError or RankLost."""
     from splitserve.launch.models import resolve
 
     folder = resolve(settings.model, logger.info).folder
     config = read_model_config(folder, "auto", "auto")
+    await FleetLink(settings.link).check()  # before vLLM's start, which takes minutes
+    check_vllm()
     workers = Followers(1, silence_s=settings.step_timeout_s)
     started: list[Vllm] = []
     reports: list[VllmNode] = []
@@ -116,8 +118,8 @@ async def serve_node(settings: VllmSettings, vllm_flags: Sequence[str], role: st
                 workers,
                 link,
                 StepRates(prefill_tokens_per_s),
-                fingerprint=_fingerprint(folder, config, engine.facts, release),
-                numerics={"engine": f"vllm {release}", "device": engine.facts.device, "machine": platform.machine()},
+                fingerprint=_fingerprint(folder, config, engine.facts),
+                numerics={"engine": f"vllm {release()}", "device": engine.facts.device, "machine": platform.machine()},
                 eos_token_ids=tuple(config.eos_token_ids),
                 max_num_queued=settings.max_num_queued,
                 descriptor_timeout_s=settings.descriptor_timeout_s,
@@ -167,7 +169,7 @@ async def _warm_up(engine: Vllm) -> float:
     return num_tokens / seconds
 
 
-def _fingerprint(folder: Path, config: Any, facts: VllmFacts, release: str) -> dict[str, str]:
+def _fingerprint(folder: Path, config: Any, facts: VllmFacts) -> dict[str, str]:
     """Return what must be equal on all nodes of a fleet: the model, and the bytes of a KV block."""
     return {
         **model_facts(folder, config),
@@ -176,7 +178,7 @@ def _fingerprint(folder: Path, config: Any, facts: VllmFacts, release: str) -> d
         "quantization": facts.quantization,
         "kv_cache_dtype": facts.kv_cache_dtype,
         "block_size": str(facts.block_size),
-        "kv_order": f"vllm {release} {facts.device} {_instructions(facts.device)}".rstrip(),
+        "kv_order": f"vllm {release()} {facts.device} {_instructions(facts.device)}".rstrip(),
         "kv_transport": "zmq",
     }
 
@@ -193,10 +195,13 @@ def _instructions(device: str) -> str:
 def _check_network(settings: VllmSettings) -> None:
     """Raise SettingsError for unusable TLS files, a port in use, or unprotected exposure."""
     check_purpose(settings.link.tls.files, CLIENT)
-    host = host_of(endpoint_of("zmq", settings.kv_bind, 0))
-    if host is not None:
+    ports = [Port("--health-port", settings.health_host, settings.health_port)]
+    endpoint = endpoint_of("zmq", settings.kv_bind, 0)
+    if (host := host_of(endpoint)) is not None:
         check_exposure(host, "fleet_secret", settings.link.fleet_secret)
-    check_ports([Port("--health-port", settings.health_host, settings.health_port)])
+        port = endpoint.rpartition(":")[2]
+        ports.append(Port("--kv-bind", host, 0 if port == "*" else int(port)))
+    check_ports(ports)
 
 
 def _is_local(settings: VllmSettings) -> bool:

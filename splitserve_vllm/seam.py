@@ -41,20 +41,24 @@ ASSUMED: Final[Mapping[tuple[str, str], Sequence[str]]] = {
 """Methods of vLLM that are called or overridden, with the parameters that are relied on."""
 
 
-def check_vllm() -> str:
-    """Return the version of vLLM, without its build. Raises SettingsError if it is missing or not one of TESTED, or if
-    it lacks what is assumed.
+def release() -> str:
+    """Return the version of vLLM, without its build; import nothing of it. Raises SettingsError if vLLM is missing or
+    not one of TESTED.
     """
     try:
         installed = version("vllm")
     except PackageNotFoundError:
         raise SettingsError(f"vLLM is not installed in this environment: pip install vllm=={TESTED[-1]}") from None
-    release = installed.partition("+")[0]
-    if release not in TESTED:
+    number = installed.partition("+")[0]
+    if number not in TESTED:
         raise SettingsError(f"vLLM {installed} is not tested with SplitServe, which needs {' or '.join(TESTED)}")
-    if changes := list(_changes()):
-        raise SettingsError(f"vLLM {installed} has changed what SplitServe relies on: {'; '.join(changes)}")
-    return release
+    return number
+
+
+def check_vllm() -> None:
+    """Raise SettingsError if the installed vLLM lacks what is assumed. Imports vLLM."""
+    if changes := _changes():
+        raise SettingsError(f"vLLM {release()} has changed what SplitServe relies on: {'; '.join(changes)}")
 
 
 def _changes() -> list[str]:

@@ -10,6 +10,7 @@ OWN: Final = "splitserve"
 PACKAGES: Final = {"vllm": "splitserve_vllm.process"}
 """Modules with `node_command(role)`, by engine. One is imported when its engine is chosen."""
 ROLES: Final = ("prefill", "decode", "mixed")
+UP: Final = "up"
 
 
 def engine_option() -> click.Option:
@@ -32,8 +33,13 @@ def _check_own(context: click.Context, option: click.Parameter, engine: str) -> 
 
 
 def with_engine(name: str, command: click.Command, args: Sequence[str]) -> tuple[click.Command, list[str]]:
-    """Return the command of the engine that `--engine` names, and the other arguments. What follows `--` is vLLM's."""
+    """Return the command of the engine that `--engine` names, and the other arguments. What follows `--` is vLLM's.
+
+    `up` keeps its own command, whose --vllm-flag gets what follows `--`.
+    """
     rest = list(args)
+    if name == UP:
+        return command, _with_vllm_flags(rest)
     if name not in ROLES:
         return command, rest
     for index, each in enumerate(rest[: rest.index("--") if "--" in rest else len(rest)]):
@@ -46,3 +52,8 @@ def with_engine(name: str, command: click.Command, args: Sequence[str]) -> tuple
             made: click.Command = importlib.import_module(PACKAGES[engine]).node_command(name)
             return made, rest
     return command, rest
+
+
+def _with_vllm_flags(args: list[str]) -> list[str]:
+    own = args[: args.index("--")] if "--" in args else args
+    return [*own, *(f"--vllm-flag={each}" for each in args[len(own) + 1 :])]

@@ -15,11 +15,12 @@ from serving_core.process.extras import needs, require
 from serving_core.process.interrupts import INTERRUPTED
 from serving_core.process.run import check_folder
 from splitserve.commands.terminal import report, stdout, timeline_view, waiting
-from splitserve.launch.cluster import LOOPBACK, NO_HTTP, ClusterSettings, up_settings_class
+from splitserve.launch.cluster import LOOPBACK, NO_HTTP, OWN, ClusterSettings, up_settings_class
 from splitserve.launch.fork_server import ForkServer, preloading
 from splitserve.launch.launcher import Cluster, free_port
 from splitserve.launch.models import resolve
 from splitserve.launch.preflight import check_public_ports, process_age_s
+from splitserve.launch.vllm_nodes import check_given
 from splitserve.signals import run_to_end, run_until_signal
 
 DEMO_QUESTION = "What is the capital of France, and what is it known for?"
@@ -36,8 +37,9 @@ def serve(values: Any) -> None:
     given = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
     settings: ClusterSettings = build(ClusterSettings, given)
     check_folder()
+    check_given(settings, given)
     check_public_ports(settings, given)  # before a model is downloaded
-    with preloading(is_wanted=not settings.ray) as fork_server:
+    with preloading(is_wanted=not settings.ray and settings.engine == OWN) as fork_server:
         number = _serve(settings, given, fork_server)
     report("Stopped.")
     if number is signal.SIGINT:

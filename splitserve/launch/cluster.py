@@ -1,6 +1,7 @@
 """Plan a cluster: its processes, their settings and command lines. Performs no I/O; the launcher executes the plan."""
 
 import dataclasses
+import importlib
 import itertools
 import math
 import sys
@@ -39,11 +40,26 @@ COORDINATOR: Final = Room("coordinator", "coordinator", CoordinatorSettings)
 API_SERVER: Final = Room("api-server", "coordinator.api", ApiServerSettings)
 PREFILL, DECODE, MIXED = (Room(role, package, NodeSettings) for role, package in PACKAGES.items())
 ROOMS: Final = (COORDINATOR, PREFILL, DECODE, MIXED)
+OWN: Final = "splitserve"
+VLLM: Final = "vllm"
+"""Engines of nodes."""
+VLLM_PACKAGE: Final = "splitserve_vllm"
+VLLM_CPUS: Final = "VLLM_CPU_OMP_THREADS_BIND"  # vLLM's own variable: the CPUs of a worker
+MEMORY_FLAGS: Final = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")  # vLLM's, on CPUs too
 
 
 def command_of(room: Room, settings: Any) -> list[str]:
     """Return the command line that starts a process of this kind with these settings; secrets are not in it."""
     return [sys.executable, "-m", room.package, *to_argv(settings)]
+
+
+def node_rooms(engine: str) -> tuple[Room, Room, Room]:
+    """Return the kinds of nodes with this engine: prefill, decode, mixed. Imports nothing of vLLM."""
+    if engine == OWN:
+        return PREFILL, DECODE, MIXED
+    settings_class = importlib.import_module(f"{VLLM_PACKAGE}.settings").VllmSettings
+    prefill, decode, mixed = (Room(role, VLLM_PACKAGE, settings_class) for role in PACKAGES)
+    return prefill, decode, mixed
 
 
 def flat(settings: Any) -> dict[str, Any]:
@@ -104,6 +120,13 @@ class ClusterSettings:
         maximum=64,
     )
     mixed: int = flag(0, "Start this many nodes that prefill and decode.", minimum=0, maximum=64)
+    engine: str = flag(OWN, "Engine of the nodes. With vllm, flags of vLLM follow --.", choices=(OWN, VLLM))
+    vllm_python: str = flag(
+        "", "Start nodes with vLLM by this Python, which has vLLM and SplitServe; default: the one of this command."
+    )
+    vllm_flag: tuple[str, ...] = flag(
+        (), "Give vLLM this flag, as in --vllm-flag=--enforce-eager, like those that follow --. May be repeated."
+    )
     prefill_tp: int = flag(
         1, "Divide each layer of a prefill node over this many tensor-parallel ranks.", minimum=1, maximum=64
     )
@@ -241,7 +264,7 @@ def plan_cluster(
 
     `passed` are values of flags, for each kind of process that has the flag; None leaves a flag unset, and flags that
     the plan sets are ignored. `embeds`: the model makes embeddings. Raises SettingsError for numbers of nodes with
-    which no request could be served.
+    which no request could be served, and for flags that nodes with vLLM do not have.
     """
     given = {name: value for name, value in passed.items() if value is not None and name not in PLANNED}
     shared = {"model": str(model.folder), "drain_s": settings.drain_s, "fleet_secret": place.fleet_secret}
@@ -256,13 +279,14 @@ def plan_cluster(
         "served_model_name": passed.get("served_model_name") or model.name,
     }
     processes = [_process(COORDINATOR, "coordinator", {**given, **shared, **front})]
+    prefill, decode, mixed = rooms = node_rooms(settings.engine)
     sizes = {
-        PREFILL: (settings.prefill_tp, settings.prefill_pp),
-        DECODE: (settings.decode_tp, settings.decode_pp),
-        MIXED: (settings.mixed_tp, settings.mixed_pp),
+        prefill: (settings.prefill_tp, settings.prefill_pp),
+        decode: (settings.decode_tp, settings.decode_pp),
+        mixed: (settings.mixed_tp, settings.mixed_pp),
     }
     counts = num_nodes(settings, embeds=embeds)
-    nodes = [(room, f"{room.role}-{i}", *sizes[room]) for room in sizes for i in range(counts[room.role])]
+    nodes = [(room, f"{room.role}-{i}", *sizes[room]) for room in rooms for i in range(counts[room.role])]
     has_sockets = place.socket_dir and fits(Path(place.socket_dir, LONGEST_NAME))
     over_ipc = has_sockets and given.get("kv_transport", "zmq") == "zmq"
     num_ranks = sum(tp_size * pp_size for _, _, tp_size, pp_size in nodes)
@@ -273,7 +297,7 @@ def plan_cluster(
         ranks_each = math.ceil(num_ranks / len(place.cuda_devices))
         given_nodes["gpu_memory_utilization"] = round(EngineSettings().gpu_memory_utilization / ranks_each, 4)
     for room, name, tp_size, pp_size in nodes:
-        own = {
+        own: dict[str, Any] = {
             "name": name,
             "coordinator": f"{place.fleet_host}:{place.fleet_port}",
             "kv_bind": f"ipc://{place.socket_dir}/{name}" if over_ipc else "",
@@ -282,6 +306,9 @@ def plan_cluster(
             "cpus": ",".join(filter(None, (next(rank_cpus) for _ in range(tp_size * pp_size)))),
         }
         process = _process(room, name, {**given_nodes, **shared, **own})
+        if settings.engine == VLLM:
+            num_sharing = math.ceil(len(nodes) / max(1, len(place.cuda_devices)))
+            process = _with_vllm(process, settings, "" if place.cuda_devices else own["cpus"], num_sharing)
         if 1 < len(place.cuda_devices) >= tp_size * pp_size:
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(itertools.islice(rank_devices, tp_size * pp_size))}
             process = dataclasses.replace(process, environment={**process.environment, **visible})
@@ -292,6 +319,20 @@ def plan_cluster(
 def _process(room: Room, name: str, values: Mapping[str, Any]) -> Process:
     settings = build(room.settings_class, dict(values))
     return Process(name, room.role, tuple(command_of(room, settings)), environment_of(settings), settings)
+
+
+def _with_vllm(process: Process, settings: ClusterSettings, cpus: str, num_sharing: int) -> Process:
+    """Return a node's process as vLLM's environment runs it, on these CPUs (empty: not on CPUs).
+
+    `num_sharing` nodes divide the memory of one device, or of this machine, unless vLLM's flags say otherwise.
+    """
+    flags = list(settings.vllm_flag)
+    if num_sharing > 1 and not any(each.replace("_", "-").startswith(MEMORY_FLAGS) for each in flags):
+        flags.append(f"{MEMORY_FLAGS[0]}={round(EngineSettings().gpu_memory_utilization / num_sharing, 4)}")
+    python = settings.vllm_python or sys.executable
+    argv = (python, "-m", VLLM_PACKAGE, process.role, *to_argv(process.settings), "--", *flags)
+    environment = {VLLM_CPUS: cpus, **process.environment} if cpus else process.environment
+    return dataclasses.replace(process, argv=argv, environment=environment)
 
 
 def _copied(field: "dataclasses.Field[Any]", **changes: Any) -> Any:

@@ -36,6 +36,7 @@ from splitserve.launch.cluster import (
     COORDINATOR,
     LOOPBACK,
     NO_HTTP,
+    VLLM,
     ClusterSettings,
     Place,
     Process,
@@ -47,6 +48,7 @@ from splitserve.launch.log_folder import keep_latest, log_folder
 from splitserve.launch.models import LocalModel, Report
 from splitserve.launch.preflight import check_processes, cuda_devices, missing_kernels
 from splitserve.launch.supervisor import Death, Supervisor
+from splitserve.launch.vllm_nodes import check_vllm_processes, vllm_choices
 
 POLL_S: Final = 0.1
 UNASSIGNED_PORTS: Final = range(20_000, 32_000)  # below the kernel's range for outgoing connections
@@ -102,8 +104,14 @@ class Cluster:
         self.num_nodes: Final = num_nodes(settings, embeds=embeds)
         """Initial number of nodes in each role."""
         self._processes = plan_cluster(settings, passed, model, place, embeds=embeds)
-        check_processes(self._processes, are_here=not settings.ray)
-        self.choices: Final = choices(self._processes, self.num_nodes, len(place.cpus))
+        has_vllm = settings.engine == VLLM
+        if has_vllm:
+            check_vllm_processes(self._processes)
+            chosen = vllm_choices(self._processes, self.num_nodes)
+        else:
+            check_processes(self._processes, are_here=not settings.ray)
+            chosen = choices(self._processes, self.num_nodes, len(place.cpus))
+        self.choices: Final = chosen
         """Lines that say what was chosen for this cluster, and why."""
         self.log_dir = log_folder(settings.log_dir)
         self._kept_logs = keep_latest(self.log_dir)
@@ -113,7 +121,7 @@ class Cluster:
             return
         if len(cpus) < len(self.nodes):
             report(f"{len(cpus)} CPUs for {len(self.nodes)} nodes: some share one, and will slow each other down")
-        if line := missing_kernels(self._processes[-1].settings.engine):
+        if not has_vllm and (line := missing_kernels(self._processes[-1].settings.engine)):
             report(line)
 
     def _make_supervisor(self) -> Supervisor:

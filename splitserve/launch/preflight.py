@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import psutil
 
-from coordinator.settings import check_settings
+from coordinator.settings import CoordinatorSettings, check_settings
 from coordinator.text.tokenizer import read_tokenizer
 from engine.native.library import native_library, wanted_variants
 from serving_core.errors import SettingsError
@@ -72,13 +72,7 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
     coordinator, *nodes = (process.settings for process in processes)
     roles = [process.role for process in processes[1:]]
     check_settings(coordinator)
-    if coordinator.tls.tls_ca and coordinator.fleet_host not in hosts_of(coordinator.tls.files):
-        raise SettingsError(
-            f"--tls-cert {coordinator.tls.tls_cert} is not for {coordinator.fleet_host}, where the nodes dial with "
-            "--tls-ca"
-        )
-    if coordinator.tls.tls_ca:  # then nodes present this certificate to the coordinator
-        check_purpose(coordinator.tls.files, CLIENT)
+    check_fleet_tls(coordinator)
     folder = Path(coordinator.model)
     config = read_model_config(folder, coordinator.model_impl, coordinator.runner)
     read_tokenizer(folder, chat_template=coordinator.chat_template)
@@ -98,6 +92,18 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
         )  # this, fork server, coordinator, ...
         tier_bytes = sum(node.tier.kv_host_bytes * node.engine.num_ranks for node in nodes)
         _check_memory(len(nodes), [*((node.engine, config) for node in nodes), *drafts], tier_bytes)
+
+
+def check_fleet_tls(coordinator: CoordinatorSettings) -> None:
+    """Raise SettingsError if the nodes could not use the coordinator's certificate to reach it and as their own."""
+    tls = coordinator.tls
+    if not tls.tls_ca:
+        return
+    if coordinator.fleet_host not in hosts_of(tls.files):
+        raise SettingsError(
+            f"--tls-cert {tls.tls_cert} is not for {coordinator.fleet_host}, where the nodes dial with --tls-ca"
+        )
+    check_purpose(tls.files, CLIENT)
 
 
 def missing_kernels(settings: EngineSettings) -> str:

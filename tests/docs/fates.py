@@ -105,6 +105,7 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
         r"(\.venv-vllm/bin/python -m )?splitserve (prefill|decode) MODEL --engine vllm",
         By(_SYSTEM + "test_vllm.py::test_answers_are_those_of_transformers"),
     ),
+    (r"splitserve up MODEL --engine vllm", By(_SYSTEM + "test_vllm.py::test_up_starts_the_nodes_in_vllms_environment")),
     (r"make vllm", Nobody("installs vLLM, 600 MB, in an environment of its own")),
     (r"splitserve up MODEL --ray", By(_SYSTEM + "test_ray.py::up")),
     (r"ray start", Nobody("Ray's own command; tests/system/test_ray.py has a cluster of logical hosts")),

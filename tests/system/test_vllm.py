@@ -6,14 +6,17 @@ vLLM starts in half a minute on an idle machine and in some on a busy one, so fe
 import asyncio
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from serving_node.settings import PACKAGES
+from splitserve import Client
 from tests.system.answers import ask_all, request
-from tests.system.cluster import Child, Cluster, wait_until
+from tests.system.cluster import Child, Cluster, free_port, wait_until
 from tests.system.greedy import check_greedy_answers
 from tests.system.oracle import Reference
 from tests.tiny_models import write_tiny_llama
@@ -175,3 +178,32 @@ async def test_a_drained_node_finishes_and_stops(cluster):
         assert await asyncio.to_thread(cluster.expect_end("decode-1").stop) == 0
         assert all(len(answer.token_ids) == 40 for answer in await answers)
     cluster.wait_all_free()
+
+
+def test_up_starts_the_nodes_in_vllms_environment(model, tmp_path):
+    port = free_port()
+    command = [sys.executable, "-m", "splitserve", "up", str(model), "--engine=vllm", f"--vllm-python={PYTHON}"]
+    command += [f"--grpc-port={port}", "--http-port=-1", f"--log-dir={tmp_path}", f"--start-timeout-s={DEADLINE_S}"]
+    up = subprocess.Popen([*command, "--", *FLAGS, *POOL], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    try:
+        said = []
+        while not said or not said[-1].startswith("Ready"):
+            line = up.stderr.readline()
+            assert line, "".join(said)
+            said.append(line)
+        assert f"Model: LlamaForCausalLM by vLLM of {PYTHON}" in "".join(said)
+        nodes = [child for each in psutil.Process(up.pid).children() for child in (each, *each.children(True))]
+        (prompt,) = prompts(1, seed=9)
+        with Client(f"127.0.0.1:{port}") as client:
+            assert sorted(node.role for node in client.server_info().nodes) == ["decode", "prefill"]
+            chunks = list(client.generate(prompt, max_tokens=20, temperature=0, ignore_eos=True))
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        assert tokens == Reference(model).greedy(prompt, 20, eos_token_id=-1)
+        up.send_signal(signal.SIGINT)
+        up.stderr.read()
+        assert up.wait(DEADLINE_S) == 130
+        wait_until(lambda: has_ended(*nodes), "all have ended", 120.0)
+    finally:
+        up.kill()
+        up.wait()
+        up.stderr.close()

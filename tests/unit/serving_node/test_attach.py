@@ -486,6 +486,34 @@ async def test_a_wrong_secret_is_final_and_the_sentence_says_what_to_set(secret,
     assert str(error.value) == f"SPLITSERVE_FLEET_SECRET {how}: it must be the coordinator's"
 
 
+async def test_the_secret_is_checked_before_a_start_that_takes_long():
+    async def refuse(coordinator, context):
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no")
+
+    async with asyncio.timeout(DEADLINE_S), serving(Coordinator(*[refuse] * 20), fleet_secret="simsim") as link:
+        with pytest.raises(SettingsError, match="SPLITSERVE_FLEET_SECRET is another one here"):
+            await link.check()
+
+
+async def test_a_check_of_the_right_secret_attaches_nothing(caplog):
+    async def wait_for_hello(coordinator, context):
+        assert (await coordinator.read(context)).WhichOneof("event") is None
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an event is empty")
+
+    async with asyncio.timeout(DEADLINE_S), serving(Coordinator(wait_for_hello)) as link:
+        await link.check()
+        assert not link.is_attached
+    assert said(caplog, logging.WARNING) == []
+
+
+async def test_a_check_without_a_coordinator_is_logged_alone(caplog):
+    async with asyncio.timeout(DEADLINE_S), a_closed_port() as port:
+        await FleetLink(LinkSettings(coordinator=f"127.0.0.1:{port}", fleet_secret="s3cret")).check()
+    [warning] = said(caplog, logging.WARNING)
+    assert warning.startswith("the coordinator does not answer yet: ")
+    assert "nothing listens there" in warning
+
+
 async def test_a_refusal_by_message_is_final():
     async def refuse(coordinator, context):
         await coordinator.read(context)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 
 import click
@@ -22,6 +23,7 @@ from splitserve.launch.cluster import (
     command_of,
     flat,
     in_full,
+    node_rooms,
     plan_cluster,
     replaced,
     up_settings_class,
@@ -130,6 +132,47 @@ def test_settings_survive_the_way_through_a_command_line(monkeypatch):
     command: click.Command = settings_command(DECODE.settings_class, seen.append, name="decode", help="")
     command.main(command_of(DECODE, settings)[3:], standalone_mode=False)
     assert seen == [settings]
+
+
+def planned_with_vllm(place=PLACE, **settings):
+    settings = ClusterSettings(engine="vllm", vllm_python="/vllm/bin/python", **settings)
+    return plan_cluster(settings, flat(build(up_settings_class(), {})), MODEL, place)
+
+
+def test_nodes_with_vllm_run_in_its_environment(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    coordinator, *nodes = planned_with_vllm(prefill=1, decode=1, vllm_flag=("--enforce-eager",))
+    assert coordinator.argv[0] == sys.executable
+    for node, role, cpus in zip(nodes, ("prefill", "decode"), ("0,1", "2,5"), strict=True):
+        assert node.argv[:4] == ("/vllm/bin/python", "-m", "splitserve_vllm", role)
+        assert node.argv[-3:] == ("--", "--enforce-eager", "--gpu-memory-utilization=0.45")
+        assert node.environment["VLLM_CPU_OMP_THREADS_BIND"] == cpus
+        monkeypatch.setattr(os, "environ", dict(node.environment))
+        seen = []
+        command = settings_command(type(node.settings), seen.append, name=role, help="")
+        command.main(list(node.argv[4:-3]), standalone_mode=False)
+        assert seen == [node.settings]
+        assert node.settings.link.fleet_secret == PLACE.fleet_secret
+        assert node.settings.kv_bind == f"ipc:///run/x/{role}-0"
+
+
+@pytest.mark.parametrize("flag", ["--gpu-memory-utilization=0.3", "--kv_cache_memory_bytes=1000000"])
+def test_vllms_own_memory_flags_win(flag):
+    _, *nodes = planned_with_vllm(mixed=2, vllm_flag=(flag,))
+    assert all(node.argv[-2:] == ("--", flag) for node in nodes)
+
+
+def test_a_node_with_vllm_has_a_device_of_its_own_where_there_are_enough():
+    _, *nodes = planned_with_vllm(dataclasses.replace(PLACE, cuda_devices=("4", "7")), mixed=2)
+    assert [node.environment["CUDA_VISIBLE_DEVICES"] for node in nodes] == ["4", "7"]
+    assert all(node.argv[-1] == "--" for node in nodes)
+
+
+def test_up_has_the_flags_of_nodes_with_vllm_with_the_same_defaults():
+    ours = {field.name: field.default for field, _ in fields_of(up_settings_class())}
+    for room in node_rooms("vllm"):
+        for field, _ in fields_of(room.settings_class):
+            assert field.name in PLANNED or field.default == ours[field.name]
 
 
 class Ended:

@@ -35,6 +35,13 @@ def test_everything_else_is_our_own(name, arguments):
     assert with_engine(name, own, arguments) == (own, arguments)
 
 
+def test_up_keeps_its_command_and_vllm_gets_what_follows_the_dashes():
+    own = node_command("decode")  # any command
+    command, rest = with_engine("up", own, ["--engine", "vllm", "--mixed=2", "--", "--max-model-len", "1024"])
+    assert command is own
+    assert rest == ["--engine", "vllm", "--mixed=2", "--vllm-flag=--max-model-len", "--vllm-flag=1024"]
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
 def test_help_has_both(role):
     assert "--engine [splitserve|vllm]" in run(role, "--help-all").output

@@ -87,6 +87,24 @@ def test_what_cannot_work_is_told_before_anything_starts(refused, flags, sentenc
     assert sentence in refused(*flags.split())
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--block-size 32 --decode-tp 2", "--decode-tp, --block-size: not for --engine vllm, whose own"),
+        ("--ray", "--engine vllm starts nodes on this machine alone: --ray cannot be given too"),
+        ("--vllm-python /no/such/python", "--vllm-python /no/such/python cannot be started: No such file"),
+        ("", f"{sys.executable}: vLLM is not installed in this environment: pip install vllm=="),
+        ("-- --model other", "--model is set by the node and cannot be among vLLM's flags"),
+    ],
+)
+def test_what_nodes_with_vllm_cannot_do_is_told_before_anything_starts(refused, flags, sentence):
+    assert sentence in refused("--engine", "vllm", *flags.split())
+
+
+def test_flags_of_vllm_need_its_engine(refused):
+    assert "--vllm-flag" in refused("--", "--enforce-eager")
+
+
 def test_a_port_in_use_is_named_with_its_flag(refused):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
