@@ -9,6 +9,7 @@ import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import cycle
 from typing import Any, Final, Protocol
 
 import grpc
@@ -169,6 +170,7 @@ def _take_response(response: inference_pb2.GenerateResponse, reply: Reply) -> No
     moment_s = reply.now_s()
     if num_tokens := len(response.chunk.token_ids):
         reply.arrived(moment_s, num_tokens)
+        reply.token_ids += response.chunk.token_ids
     if response.HasField("complete"):
         completion = to_chunk(response).completion
         assert completion is not None
@@ -176,6 +178,7 @@ def _take_response(response: inference_pb2.GenerateResponse, reply: Reply) -> No
         reply.num_output_tokens = completion.completion_tokens
         reply.timeline = times_of(asdict(completion.timeline))
         reply.num_cached_tokens = completion.cached_tokens
+        reply.decode_node = completion.timeline.decode_node
         reply.is_ended = True
 
 
@@ -211,7 +214,11 @@ class OpenAIBackend:
     def prepare(self, request: PlannedRequest) -> bytes:
         fields: dict[str, Any] = {"prompt": request.text or list(request.prompt)}
         if self._target.takes_chats:
-            fields = {"messages": [{"role": "user", "content": request.text}]}
+            roles = cycle(("user", "assistant"))
+            texts = (*request.messages, request.text)
+            fields = {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
+        elif request.session is not None:
+            fields["return_token_ids"] = True  # the next turn continues them
         options: dict[str, Any] = {"include_usage": True}
         if self._target.model:
             fields["model"] = self._target.model
@@ -357,6 +364,7 @@ def _count(said: Mapping[str, Any], moment_s: float, reply: Reply) -> None:
     ends = choice.get("finish_reason") is not None
     if (token_ids := choice.get("token_ids")) is not None:  # vLLM sends a null unless the request wants them
         num_tokens = len(token_ids)
+        reply.token_ids += token_ids
     elif usage:
         num_tokens = usage["completion_tokens"] - before
     else:
@@ -367,8 +375,16 @@ def _count(said: Mapping[str, Any], moment_s: float, reply: Reply) -> None:
         reply.silent_end_s = moment_s
     reply.is_ended |= ends
     reply.is_stopped |= ends and choice["finish_reason"] != "length"
+    _take_rest(choice, reply)
+
+
+def _take_rest(choice: Mapping[str, Any], reply: Reply) -> None:
+    """Record the text of a chat's event, and the timeline of the last one."""
+    if content := (choice.get("delta") or {}).get("content"):
+        reply.text += content
     if timeline := choice.get("timeline"):
         reply.timeline = times_of(timeline)
+        reply.decode_node = str(timeline.get("decode_node", ""))
 
 
 def _is_silent(choice: Mapping[str, Any], *, ends: bool) -> bool:

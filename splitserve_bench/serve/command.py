@@ -20,9 +20,11 @@ from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option, 
 from splitserve.signals import run_to_end
 from splitserve_bench.options import Command, NumberRange, RepeatingCommand, json_option, option, options_of
 from splitserve_bench.serve.arrivals import RAMPS, Ramp, parse_stages
+from splitserve_bench.serve.drawn import DrawnBy
 from splitserve_bench.serve.records import BACKENDS, CHATS, COMPLETIONS, LIMITS, OPENAI, SPLITSERVE, Target
 
 RANDOM, AZURE, MOONCAKE, SHAREGPT, CUSTOM = "random", "azure", "mooncake", "sharegpt", "custom"
+SESSIONS: Final = "sessions"  # of `bench serve` and `simulate` alone
 TRACES: Final = (AZURE, MOONCAKE)
 TEXTS: Final = (SHAREGPT, CUSTOM)
 DATASETS: Final = (RANDOM, *TRACES, *TEXTS)
@@ -30,6 +32,7 @@ MAX_REPEATS: Final = 10
 NUM_PROMPTS: Final = 1000  # of a trace all
 CAPACITY_REQUESTS: Final = 40
 CAPACITY_CONCURRENCY: Final = 8  # of them, and so many requests go before as a warm-up
+NUM_TURNS, TURN_INPUT_LEN, THINK_TIME_S = "4", "128", "exp:5"
 LOOPBACK: Final = "127.0.0.1"
 PORTS: Final = {SPLITSERVE: 50051, OPENAI: 8000}
 SCHEME: Final = "://"
@@ -57,14 +60,24 @@ class Dataset:
     text_output_len: int | None = None
     skip_chat_template: bool = False
     burstiness: float = 1.0  # not of a trace
+    num_turns: str = NUM_TURNS
+    turn_input_len: str = TURN_INPUT_LEN
+    think_time_s: str = THINK_TIME_S
+    num_users: int | None = None
+    num_agents: int = 0
+    agent_prefix_len: int = 0
 
     def check(self) -> None:
         """Raise SettingsError when data set, path and lengths do not go together, or a flag is of another data set."""
         check_dataset(self.name, self.path, self.length_scale)
-        if self.random_prefix_len and self.name != RANDOM:
+        if self.random_prefix_len and self.name not in (RANDOM, SESSIONS):
             raise SettingsError(
                 f"--random-prefix-len {self.random_prefix_len} is of random prompts, not of {self.name}'s"
             )
+        if self.name != SESSIONS:
+            for flag in ("num_users", "num_agents", "agent_prefix_len"):
+                if getattr(self, flag):
+                    raise SettingsError(f"--{flag.replace('_', '-')} is of --dataset-name {SESSIONS}")
         if self.text_output_len is not None and self.name not in TEXTS:
             raise SettingsError(
                 f"--sharegpt-output-len {self.text_output_len} is of outputs of texts, not of {self.name}'s"
@@ -108,6 +121,12 @@ class ServeOptions:
     stages: str | None
     attainment: float
     length_scale: float
+    num_turns: str
+    turn_input_len: str
+    think_time_s: str
+    num_users: int | None
+    num_agents: int
+    agent_prefix_len: int
     max_concurrency: int | None
     num_warmups: int
     request_timeout_s: float
@@ -161,6 +180,7 @@ class ServeOptions:
         is_ramp = ramp != (None, None, None)
         if self.stages is not None:
             others = {
+                f"--dataset-name {SESSIONS}": self.dataset_name == SESSIONS,
                 "--num-prompts": self.num_prompts is not None,
                 "--ramp-up-strategy": is_ramp,
                 "--max-concurrency": self.max_concurrency is not None,
@@ -247,7 +267,7 @@ def check_dataset(name: str, path: Path | str | None, length_scale: float) -> No
         raise SettingsError(f"--dataset-path is of a data set that is a file: --dataset-name {RANDOM} is none")
     if name not in TRACES and length_scale != 1:
         raise SettingsError(f"--length-scale {length_scale:g} is of a trace's lengths: {name} has lengths of its own")
-    if name != RANDOM and not path:
+    if name not in (RANDOM, SESSIONS) and not path:
         raise SettingsError(f"--dataset-name {name} needs a {'trace' if name in TRACES else 'file'}: --dataset-path")
 
 
@@ -289,10 +309,13 @@ burstiness_option: Final = option(
 )
 
 
-def shape_options(input_len: int, output_len: int) -> Callable[[Command], Command]:
-    """Return the flags of a data set; random requests have these lengths in tokens by default."""
+def shape_options(input_len: int, output_len: int, *others: str) -> Callable[[Command], Command]:
+    """Return the flags of a data set; random requests have these lengths in tokens by default.
+
+    `others` are data sets beside DATASETS.
+    """
     return options_of(
-        option("--dataset-name", default=RANDOM, type=click.Choice(DATASETS)),
+        option("--dataset-name", default=RANDOM, type=click.Choice((*DATASETS, *others))),
         option(
             "--dataset-path",
             type=FILE,
@@ -392,9 +415,47 @@ ignore_eos_option = option(
 )
 
 # What is sent when.
+DRAWN: Final = DrawnBy()
+session_options = options_of(
+    option("--num-turns", default=NUM_TURNS, type=DRAWN, help="Let a session have so many turns."),
+    option(
+        "--turn-input-len",
+        default="128",
+        type=DRAWN,
+        help="Add so many tokens to a session in each turn but the first.",
+    ),
+    option(
+        "--think-time-s",
+        default=THINK_TIME_S,
+        type=DRAWN,
+        help="Wait so many seconds before each turn but the first.",
+    ),
+    option(
+        "--num-users",
+        type=LENGTH,
+        help="Let this many users have one session after the other; default: a session starts when it is due.",
+    ),
+    option(
+        "--num-agents",
+        default=0,
+        type=COUNT,
+        help="Let this many sub-agents continue the first turn of each session at once; the second waits for them.",
+    ),
+    option(
+        "--agent-prefix-len",
+        default=0,
+        type=COUNT,
+        help="Begin the prompts of the sub-agents of a session with the same tokens, this many.",
+    ),
+)
 dataset_options = options_of(
-    shape_options(1024, 128),
-    option("--num-prompts", type=LENGTH, help=f"Send this many requests; default: {NUM_PROMPTS}, of a trace all."),
+    shape_options(1024, 128, SESSIONS),
+    session_options,
+    option(
+        "--num-prompts",
+        type=LENGTH,
+        help=f"Send this many requests, or sessions; default: {NUM_PROMPTS}, of a trace all.",
+    ),
 )
 pace_options = options_of(
     option(
@@ -479,7 +540,7 @@ result_options = options_of(
 @result_options
 def serve_command(**flags: Any) -> None:
     """Send a load to a running server: latencies, throughput, and the share of requests within their limits."""
-    from splitserve_bench.serve.session import serve
+    from splitserve_bench.serve.run import serve
 
     run_to_end(serve(ServeOptions(**flags)))
 

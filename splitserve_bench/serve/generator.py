@@ -1,9 +1,10 @@
 """Send a planned load from a process of its own, which does nothing else, and collect the outcomes.
 
 `python -m splitserve_bench.serve.generator` reads an order and its requests from stdin, connects, sends every request
-when it is due whether or not earlier ones have ended, and writes the outcomes to stdout. With a bound on concurrency, a
-due request waits until fewer are under way, and its `sent_s` is when it was sent. Each sending of a request that is
-sent again after a refusal has an outcome of its own.
+when it is due whether or not earlier ones have ended, and writes the outcomes to stdout. Turns of sessions are due when
+the requests that they wait for have ended (splitserve_bench/serve/turns.py). With a bound on concurrency, a due request
+waits until fewer are under way, and its `sent_s` is when it was sent. Each sending of a request that is sent again
+after a refusal has an outcome of its own.
 
 Both ends write JSON, one object a line: an Order and then each PlannedRequest in; out, objects with the one key
 `outcome`, `progress` or `failure`.
@@ -41,6 +42,7 @@ from splitserve_bench.serve.records import (
     to_outcome,
     unpack_request,
 )
+from splitserve_bench.serve.turns import Ended, Turns, longest_s, not_sent
 
 CONNECT_S: Final = 30.0
 START_S: Final = 120.0  # for the generator to read its plan and to connect, before it says anything
@@ -177,10 +179,9 @@ def _longest_s(order: Order, planned: Sequence[PlannedRequest]) -> float:
 
     All requests are sent, then each takes its whole timeout in turn, and waits as long before each further sending.
     """
-    last_s = max((request.send_at_s for request in planned), default=0.0)
-    turns = 1 if order.max_concurrency is None else -(-len(planned) // order.max_concurrency)
-    num_times = turns * (1 + order.obey_retry_after) + order.obey_retry_after
-    return START_S + last_s + num_times * order.request_timeout_s + SILENCE_S
+    rounds = 1 if order.max_concurrency is None else -(-len(planned) // order.max_concurrency)
+    num_times = rounds * (1 + order.obey_retry_after) + order.obey_retry_after
+    return START_S + longest_s(planned, num_times * order.request_timeout_s) + SILENCE_S
 
 
 async def _send_plan(process: asyncio.subprocess.Process, order: Order, planned: Sequence[PlannedRequest]) -> None:
@@ -229,9 +230,11 @@ class Load:
 
     def __init__(self, order: Order, requests: Sequence[PlannedRequest], backend: Backend, write: Write) -> None:
         self._order = order
-        self._requests = sorted(requests, key=lambda request: (request.send_at_s, request.index))
+        self._num_requests = len(requests)
+        self._turns = Turns(requests)
+        self._first = sorted(self._turns.first, key=lambda request: (request.send_at_s, request.index))
         self._backend = backend
-        self._bodies = [backend.prepare(request) for request in self._requests]
+        self._bodies = [backend.prepare(request) for request in self._first]
         self._write = write
         self._places = asyncio.Semaphore(order.max_concurrency or len(requests) or 1)
         self._start_s = 0.0
@@ -243,9 +246,9 @@ class Load:
         async with asyncio.TaskGroup() as tasks:
             reporting = tasks.create_task(self._report())
             async with asyncio.TaskGroup() as sending:
-                for request, body in zip(self._requests, self._bodies, strict=True):
+                for request, body in zip(self._first, self._bodies, strict=True):
                     await self._until(request.send_at_s)
-                    sending.create_task(self._send(request, body))
+                    sending.create_task(self._send(request, body, sending))
             reporting.cancel()
         self._write(progress_line(self._progress()))
 
@@ -260,24 +263,40 @@ class Load:
                 return
             await asyncio.sleep(wait_s)
 
-    async def _send(self, request: PlannedRequest, body: bytes) -> None:
-        """Send a request, and again after a refusal as often as the order allows."""
-        outcome = await self._send_once(request, body)
+    async def _send(self, request: PlannedRequest, body: bytes, sending: asyncio.TaskGroup) -> None:
+        """Send a request, and again after a refusal as often as the order allows; then plan what waited for it."""
+        outcome, reply = await self._send_once(request, body)
         most_repeats, patience_s = self._order.obey_retry_after, self._order.request_timeout_s
         while (again_s := returns_at_s(outcome, most_repeats, patience_s)) is not None:
             await self._until(again_s)
             num_before = outcome.num_refusals_before + 1
-            outcome = await self._send_once(replace(request, send_at_s=again_s, num_refusals_before=num_before), body)
+            again = replace(request, send_at_s=again_s, num_refusals_before=num_before)
+            outcome, reply = await self._send_once(again, body)
         self._num_completed += not outcome.error
         self._num_failed += bool(outcome.error)
         self._num_output_tokens += outcome.num_output_tokens
+        now_s = self._now_s()
+        ready, dropped = self._turns.ended(
+            Ended(request, None if outcome.error else reply.token_ids, reply.text), now_s
+        )
+        self._num_sent, self._num_failed = self._num_sent + len(dropped), self._num_failed + len(dropped)
+        for each in dropped:
+            self._write(outcome_line(not_sent(each, now_s)))
+        for each in ready:
+            sending.create_task(self._send_turn(each, sending))
 
-    async def _send_once(self, request: PlannedRequest, body: bytes) -> Outcome:
+    async def _send_turn(self, request: PlannedRequest, sending: asyncio.TaskGroup) -> None:
+        body = self._backend.prepare(request)
+        await self._until(request.send_at_s)
+        await self._send(request, body, sending)
+
+    async def _send_once(self, request: PlannedRequest, body: bytes) -> tuple[Outcome, Reply]:
         async with self._places:
             self._num_sent += not request.num_refusals_before
             reply, timeout_s = Reply(request, self._now_s), self._order.request_timeout_s
             try:
                 await self._backend.answer(body, reply, timeout_s)
+                self._turns.check(request, reply)
                 outcome = reply.outcome()
             except RequestFailed as failure:
                 outcome = reply.outcome(
@@ -286,7 +305,7 @@ class Load:
             except TimeoutError:
                 outcome = reply.outcome(f"no complete output within {timeout_s:g} s")
         self._write(outcome_line(outcome))
-        return outcome
+        return outcome, reply
 
     async def _report(self) -> None:
         while True:
@@ -295,7 +314,7 @@ class Load:
 
     def _progress(self) -> Progress:
         return Progress(
-            num_planned=len(self._requests),
+            num_planned=self._num_requests,
             num_sent=self._num_sent,
             num_completed=self._num_completed,
             num_failed=self._num_failed,

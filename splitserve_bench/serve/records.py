@@ -82,6 +82,13 @@ class PlannedRequest:
     text: str = ""  # the prompt before it was made token ids
     ignore_eos: bool = True
     num_refusals_before: int = 0  # of the same request
+    # Of a turn of a session, else None and 0. Turns count from 0; sub-agents of a session have the same one.
+    session: int | None = None
+    turn: int = 0
+    after: tuple[int, ...] = ()  # indices of earlier requests: it is sent gap_s after the last of them has ended
+    gap_s: float = 0.0
+    continues: int | None = None  # one of `after`: its prompt and its output come before this prompt
+    messages: tuple[str, ...] = ()  # in a chat, those before `text`: the user's and the model's in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,9 @@ class Outcome:
     timeline: Mapping[str, float] | None = None
     num_cached_tokens: int | None = None  # of the prompt, that were not computed; None when it does not tell
     num_refusals_before: int = 0  # of the same request
+    session: int | None = None  # these two as in PlannedRequest
+    turn: int = 0
+    decode_node: str = ""  # the node that decoded it last; "" when the server does not tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +183,9 @@ class Reply:
         self.is_stopped = False  # whether it said that it ends for another reason than its length
         self.timeline: Mapping[str, float] | None = None
         self.num_cached_tokens: int | None = None
+        self.decode_node = ""
+        self.token_ids: list[int] = []  # of the output, as far as the server has sent them
+        self.text = ""  # of the output of a chat
         self.now_s = now_s
         self._request = request
         self._sent_s = now_s()
@@ -216,6 +229,9 @@ class Reply:
             timeline=self.timeline,
             num_cached_tokens=self.num_cached_tokens,
             num_refusals_before=self._request.num_refusals_before,
+            session=self._request.session,
+            turn=self._request.turn,
+            decode_node=self.decode_node,
         )
 
 
@@ -273,7 +289,8 @@ def unpack_request(line: bytes) -> PlannedRequest:
     """Return the request that a line of `pack_request` has."""
     values, prompt = json.loads(line), array(TOKEN_TYPE)
     prompt.frombytes(b64decode(values["prompt"]))
-    return PlannedRequest(**{**values, "prompt": prompt})
+    tuples = {name: tuple(values[name]) for name in ("after", "messages")}
+    return PlannedRequest(**{**values, **tuples, "prompt": prompt})
 
 
 def to_outcome(values: Mapping[str, Any]) -> Outcome:

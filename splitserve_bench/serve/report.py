@@ -31,6 +31,7 @@ from splitserve_bench.serve.results import (
     result_json,
     write_whole,
 )
+from splitserve_bench.serve.session_figures import MAX_TURNS_SHOWN, SessionFigures, session_figures
 from splitserve_bench.serve.stages import StageFindings, findings_of, stages_view
 from splitserve_bench.serve.workload import Workload
 
@@ -78,8 +79,10 @@ class Reporting:
     def begin(self, model: str, workload: Workload, request_rate_per_s: float) -> Run:
         """Return the run that starts now, at this rate or at stages of it; report a data set with too few requests."""
         options = self._options
-        if len(workload.planned) < (options.num_prompts or 0):
-            report(f"the data set has {len(workload.planned)} requests, not the {options.num_prompts} of --num-prompts")
+        sessions = {each.session for each in workload.planned} - {None}
+        num, what = (len(sessions), "sessions") if sessions else (len(workload.planned), "requests")
+        if num < (options.num_prompts or 0):
+            report(f"the data set has {num} {what}, not the {options.num_prompts} of --num-prompts")
         started_at = datetime.now().astimezone()
         return Run(started_at, options, model, request_rate_per_s, workload.stages, workload.num_clipped)
 
@@ -179,6 +182,8 @@ def serve_view(summary: Summary, run: Run) -> Group:
     parts += [*map(escape, _errors_lines(summary)), _latency_table(summary, run.options), MEANING]
     if summary.limits.by_name():
         parts += ["", _attainment_line(summary), *_misses_lines(summary)]
+    if (sessions := session_figures(summary)) is not None:
+        parts += ["", *_session_parts(sessions)]
     if (returned := summary.returned).num:
         parts += [
             f"sent again when they had been told to: {returned.num}, of which {returned.num_admitted} were admitted, "
@@ -280,6 +285,32 @@ def _latency_table(summary: Summary, options: ServeOptions) -> Table:
         values_s = [latency_s.mean, latency_s.median, latency_s.std, *among, latency_s.max]
         table.add_row(title, *(known(each_s, ".1f", 1e3) for each_s in values_s))
     return table
+
+
+def _session_parts(sessions: SessionFigures) -> list[object]:
+    """Return the figures of whole sessions as lines, and a table of the first turns and of all after the first."""
+    table = plain_table(
+        "turn", numbers=("requests", "good", "TTFT p50 ms", "p99", "TPOT p50 ms", "cached", "same node")
+    )
+    rows = {str(number): turn for number, turn in enumerate(sessions.turns[:MAX_TURNS_SHOWN], start=1)}
+    for title, turn in {**rows, "after the first": sessions.later}.items():
+        table.add_row(
+            title,
+            str(turn.num),
+            str(turn.num_good),
+            known(turn.ttft_s.median, ".1f", 1e3),
+            known(turn.ttft_s.percentile(99), ".1f", 1e3),
+            known(turn.tpot_s.median, ".1f", 1e3),
+            known(turn.cached_share, ".1%"),
+            known(turn.same_node_share, ".1%"),
+        )
+    median_s, most_s = sessions.completion_s.median, sessions.completion_s.percentile(99)
+    return [
+        f"{sessions.num} sessions, {sessions.num_complete} complete, {sessions.num_good} good in all turns: "
+        f"{sessions.goodput_per_s:.3g} good sessions/s; a complete one took {known(median_s, '.1f')} s (median), "
+        f"{known(most_s, '.1f')} s (p99)",
+        table,
+    ]
 
 
 def _attainment_line(summary: Summary) -> str:

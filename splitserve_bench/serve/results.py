@@ -23,6 +23,7 @@ from splitserve_bench.serve.metrics import (
     ttst_s,
 )
 from splitserve_bench.serve.records import Outcome, TierUse
+from splitserve_bench.serve.session_figures import session_figures
 from splitserve_bench.serve.stages import StageFindings
 
 
@@ -103,6 +104,8 @@ def result_json(summary: Summary, run: Run, findings: StageFindings | None = Non
         statistics |= {f"p{percent:g}": values_s.percentile(percent) for percent in percentiles}
         result |= {f"{statistic}_{name}_ms": in_ms(value) for statistic, value in statistics.items()}
     result |= _attainments(summary, run)
+    if (sessions := session_figures(summary)) is not None:
+        result["sessions"] = sessions.to_json()
     if findings is not None:
         result["stages"] = findings.to_json()
     if options.save_detailed:

@@ -24,6 +24,7 @@ from splitserve_bench.serve.command import (
     AZURE,
     CAPACITY_REQUESTS,
     NUM_PROMPTS,
+    SESSIONS,
     SHAREGPT,
     TEXTS,
     TRACES,
@@ -45,8 +46,10 @@ from splitserve_bench.serve.datasets import (
     token_count,
     trace_load,
 )
+from splitserve_bench.serve.drawn import parse_drawn
 from splitserve_bench.serve.metrics import Limits, summarize
 from splitserve_bench.serve.records import Outcome, PlannedRequest, ServedModel
+from splitserve_bench.serve.sessions import SessionShape, drawn_sessions, fit_sessions, planned_sessions, read_sessions
 
 CAPACITY_SEED: Final = 1_000_003  # beside --seed, so that no prompt of the load has been sent before
 UNKNOWN_VOCAB_SIZE: Final = 32_000  # few models have a smaller vocabulary
@@ -127,6 +130,8 @@ def workload_of(options: ServeOptions, max_model_len: int | None, vocab_size: in
         times_s = stage_times_s(stages, options.burstiness, options.seed)
         return replace(_of_any_length(options, times_s, max_model_len, vocab_size), stages=stages)
     dataset = options.dataset
+    if dataset.name == SESSIONS:
+        return _sessions(options, max_model_len, vocab_size)
     if options.takes_chats:  # the server renders them
         dataset = replace(dataset, skip_chat_template=True)
     source = Source(dataset, vocab_size, options.tokenizer, options.num_prompts)
@@ -142,6 +147,46 @@ def workload_of(options: ServeOptions, max_model_len: int | None, vocab_size: in
         fitted = fit(shapes, max_model_len)
         shapes, num_clipped = list(fitted.shapes), fitted.num_clipped
     return Workload(tuple(plan(shapes, times_s, ignore_eos=options.ignore_eos)), num_clipped)
+
+
+def _sessions(options: ServeOptions, max_model_len: int | None, vocab_size: int) -> Workload:
+    """Return the turns of drawn sessions, or of those of a file."""
+    data, rng = options.dataset, Random(f"{options.seed} sessions")
+    if data.path:
+        encode = None
+        if options.tokenizer is not None:
+            tokenizer = read_tokenizer_files(options.tokenizer).tokenizer
+
+            def encode(text: str) -> list[int]:
+                return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+        sessions = read_sessions(Path(data.path), data.random_output_len, vocab_size, options.seed, encode)
+        sessions = sessions[: options.num_prompts]
+    else:
+        spread = data.random_range_ratio
+        lengths = [
+            parse_drawn(f"{mean * (1 - spread):.9f}-{mean * (1 + spread):.9f}")
+            for mean in (data.random_input_len, data.random_output_len)
+        ]
+        shape = SessionShape(
+            parse_drawn(data.num_turns),
+            lengths[0],
+            parse_drawn(data.turn_input_len),
+            lengths[1],
+            parse_drawn(data.think_time_s),
+            data.random_prefix_len,
+            data.num_agents,
+            data.agent_prefix_len,
+        )
+        sessions = drawn_sessions(options.num_prompts or NUM_PROMPTS, shape, vocab_size, rng)
+    num_clipped = 0
+    if max_model_len is not None:
+        sessions, num_clipped = fit_sessions(sessions, max_model_len, is_chat=options.takes_chats)
+    times_s = _times_s(len(sessions), options)
+    planned = planned_sessions(sessions, times_s, num_users=data.num_users, ignore_eos=options.ignore_eos)
+    if not options.takes_chats:  # the next turn continues token ids
+        planned = [replace(each, text="") for each in planned]
+    return Workload(tuple(planned), num_clipped)
 
 
 def capacity_load(options: ServeOptions, max_model_len: int | None, vocab_size: int) -> Workload:
@@ -174,7 +219,8 @@ def warm_up_of(workload: Workload, count: int, vocab_size: int, seed: int) -> li
     for index in range(count if workload.planned else 0):
         like = workload.planned[index % len(workload.planned)]
         prompt = tuple(Random(f"{seed} warm-up {index}").choices(ids, k=len(like.prompt)))
-        requests.append(replace(like, index=index, send_at_s=0.0, prompt=prompt, text=""))
+        alone = replace(like, session=None, turn=0, after=(), gap_s=0.0, continues=None)
+        requests.append(replace(alone, index=index, send_at_s=0.0, prompt=prompt, text=""))
     return requests
 
 

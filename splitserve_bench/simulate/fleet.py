@@ -27,6 +27,7 @@ from splitserve_bench.serve.records import (
     returns_at_s,
     times_of,
 )
+from splitserve_bench.serve.turns import Ended, Turns, not_sent
 from splitserve_bench.simulate.coordinator import Clients, SimulatedCoordinator
 from splitserve_bench.simulate.costs import NO_DRAWS, NO_NOISE, Costs, Draws, Machine, Noise, costs_of
 from splitserve_bench.simulate.events import Agenda, ToyModel
@@ -87,7 +88,11 @@ class LoadClients:
     def start(self, server: Server) -> None:
         """Plan the sending of each request to this coordinator, at its time."""
         self._server = server
-        for planned in self._planned:
+        self._turns = Turns(self._planned)
+        self._plan(self._turns.first)
+
+    def _plan(self, requests: Sequence[PlannedRequest]) -> None:
+        for planned in requests:
             self._agenda.at(planned.send_at_s, lambda planned=planned: self._due(planned))  # type: ignore[misc]
 
     def _due(self, planned: PlannedRequest) -> None:
@@ -135,17 +140,27 @@ class LoadClients:
             answer.reply.num_output_tokens = outcome.completion_tokens
             answer.reply.timeline = times_of({name: getattr(outcome.timeline, name) for name in KEPT})
             answer.reply.num_cached_tokens = outcome.cached_tokens
+            answer.reply.decode_node = outcome.timeline.decode_node
             result = answer.reply.outcome()
         self._outcomes[result.index].append(result)
         again_s = returns_at_s(result, self._most_repeats, self._timeout_s)
         if again_s is None:
             self._num_left -= 1
+            self._plan_turns(Ended(answer.planned, None if result.error else answer.token_ids))
         else:
             num_before = result.num_refusals_before + 1
             again = replace(answer.planned, send_at_s=again_s, num_refusals_before=num_before)
             self._agenda.at(again_s, lambda: self._due(again))
         self._num_free += 1
         self._send_waiting()
+
+    def _plan_turns(self, ended: Ended) -> None:
+        """Plan the requests that waited for one that has ended, or record that they are not sent."""
+        ready, dropped = self._turns.ended(ended, self._agenda.now)
+        for each in dropped:
+            self._outcomes[each.index].append(not_sent(each, self._agenda.now))
+        self._num_left -= len(dropped)
+        self._plan(ready)
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ def serve_here(monkeypatch, tmp_path):
     """Runs `bench serve` in the folder `tmp_path`, until it exits with this code. Returns its output, and what was said
     beside it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("splitserve_bench.serve.session.run_load", run_load_here)
+    monkeypatch.setattr("splitserve_bench.serve.run.run_load", run_load_here)
 
     async def run(target, *words, exit_code=0):
         loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ from serving_core.model_files.tokenizer_files import TOKENIZER_FILE
 from splitserve.commands.terminal import report
 from splitserve.launch.models import HUB_ID
 from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.command import CAPACITY_CONCURRENCY, TEXTS, ServeOptions
+from splitserve_bench.serve.command import CAPACITY_CONCURRENCY, SESSIONS, TEXTS, ServeOptions
 from splitserve_bench.serve.generator import Order, describe, run_load
 from splitserve_bench.serve.metrics import parse_goodput, summarize, with_limits
 from splitserve_bench.serve.records import Outcome, PlannedRequest, Target
@@ -37,19 +37,19 @@ async def serve(options: ServeOptions) -> None:
     options.check_flags()
     options.check_pace()
     reporting, limits = Reporting(options), parse_goodput(options.goodput)
-    session = await connect(options)
-    options = session.options
+    loader = await connect(options)
+    options = loader.options
     if options.wants_capacity:
-        options = replace(options, request_rate=await session.capacity_per_s())
-    workload = workload_of(options, session.max_model_len, session.vocab_size)
-    await session.warm_up(workload, options.num_warmups)
-    run = reporting.begin(session.target.model, workload, options.request_rate)
+        options = replace(options, request_rate=await loader.capacity_per_s())
+    workload = workload_of(options, loader.max_model_len, loader.vocab_size)
+    await loader.warm_up(workload, options.num_warmups)
+    run = reporting.begin(loader.target.model, workload, options.request_rate)
     planned = with_limits(workload.planned, lambda each: limits) if options.send_limits else workload.planned
     came: list[Outcome] = []
     try:
-        outcomes = await session.send(
+        outcomes = await loader.send(
             planned,
-            session.target.model,
+            loader.target.model,
             came.append,
             max_concurrency=options.max_concurrency,
             obey_retry_after=options.obey_retry_after,
@@ -64,7 +64,7 @@ async def serve(options: ServeOptions) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class Loader:
     """A server that has replied, and what it serves."""
 
     options: ServeOptions
@@ -114,7 +114,7 @@ class Session:
             return await run_load(order, planned, on_progress, on_outcome)
 
 
-async def connect(options: ServeOptions) -> Session:
+async def connect(options: ServeOptions) -> Loader:
     """Ask the server what it serves, and return it with the options, whose tokenizer is found when needed.
 
     Raises BenchError when the server does not reply, and SettingsError for flags that contradict one another and for
@@ -132,8 +132,10 @@ async def connect(options: ServeOptions) -> Session:
                 "give --tokenizer FOLDER"
             )
         report(f"tokenizer: {options.tokenizer}")
+    if options.dataset_name == SESSIONS and options.dataset_path is not None and options.tokenizer is None:
+        options = replace(options, tokenizer=_tokenizer_of(served.model))  # for files with texts
     vocab_size = vocab_size_of(options, served, report)
-    return Session(options, replace(target, model=served.model), served.max_model_len, vocab_size)
+    return Loader(options, replace(target, model=served.model), served.max_model_len, vocab_size)
 
 
 def _tokenizer_of(model: str) -> Path | None:
