@@ -6,7 +6,7 @@ Everything here runs on the event loop, beside the streams of nodes.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,14 +26,15 @@ from coordinator.api.messages import (
     situation_to_wire,
 )
 from coordinator.api.statuses import failures_as_statuses
+from coordinator.control.instructions import Chunk
 from coordinator.control.nodes import Registry
 from coordinator.control.request_log import CallRecord
 from coordinator.control.slo import SloClasses
 from coordinator.dispatcher import Dispatcher
 from coordinator.fleet_service import NumberedStream, read_hello
-from coordinator.text.answers import check_follows, chunk_of
+from coordinator.text.answers import check_follows
 from coordinator.traces.carrier import CARRIER
-from protos import api_servers_pb2, fleet_pb2, inference_pb2
+from protos import api_servers_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.figures import Figure, counter, gauge
 from serving_core.net.numbering import MessageLost
@@ -65,15 +66,14 @@ class TokenOutput:
         self._index = index
         self._num_tokens = num_tokens
 
-    def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None) -> bool:
-        """Queue the next tokens as one chunk, and return False: the API server finds stop strings, not this output.
+    def add(self, chunk: Chunk) -> bool:
+        """Queue the next tokens, and return False: the API server finds stop strings, not this output.
 
-        `num_cached_tokens` are the prompt tokens found in a prefix cache, or None after the first chunk. Raises
-        RequestError when the reader is too slow, or the tokens do not follow those sent before.
+        Raises RequestError when the reader is too slow, or the tokens do not follow those sent before.
         """
-        check_follows(tokens[0].index, self._num_tokens)
-        self._num_tokens += len(tokens)
-        self.generation.push_chunk(self._index, chunk_of(tokens, num_cached_tokens))
+        check_follows(chunk.first_token_index, self._num_tokens)
+        self._num_tokens += len(chunk.token_ids)
+        self.generation.push_chunk(self._index, chunk)
         return False
 
     def end(self, complete: inference_pb2.Complete) -> None:

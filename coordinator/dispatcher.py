@@ -16,6 +16,7 @@ from coordinator.api.validation import RequestPlan
 from coordinator.control.adapters import FleetAdapters
 from coordinator.control.instructions import (
     MAX_MESSAGE_CHARS,
+    Chunk,
     Emit,
     End,
     Instruction,
@@ -83,7 +84,7 @@ class Recipient(Protocol):
 
     generation: Generation
 
-    def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None) -> bool: ...
+    def add(self, chunk: Chunk) -> bool: ...
     def end(self, complete: inference_pb2.Complete) -> None: ...
 
 
@@ -503,8 +504,8 @@ class Dispatcher:
         work = deque(instructions)
         while work:
             match work.popleft():
-                case Emit(sequence_id, tokens, num_cached_tokens):
-                    work.extend(self._emit(sequence_id, tokens, num_cached_tokens))
+                case Emit(sequence_id, chunk):
+                    work.extend(self._emit(sequence_id, chunk))
                 case Send(node, command):
                     link = self._links.get(node)
                     if link is not None and not link.send(command):
@@ -515,18 +516,16 @@ class Dispatcher:
                 case MigrationEnded() as migration:
                     self._request_log.migrated(migration)
 
-    def _emit(
-        self, sequence_id: str, tokens: list[fleet_pb2.SampledToken], num_cached_tokens: int | None
-    ) -> list[Instruction]:
+    def _emit(self, sequence_id: str, chunk: Chunk) -> Sequence[Instruction]:
         answer = self._answers.get(sequence_id)
         if answer is None:
-            return []
+            return ()
         try:
-            has_stopped = answer.add(tokens, num_cached_tokens)
+            has_stopped = answer.add(chunk)
         except RequestError as slow_client:
             return self._fail(answer.generation, slow_client)
         if not has_stopped:
-            return []
+            return ()
         return self._scheduler.finish(sequence_id, inference_pb2.FINISH_REASON_STOP, time.monotonic())
 
     def _end(self, end: End) -> list[Instruction]:

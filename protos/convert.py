@@ -150,6 +150,18 @@ def attempt_of(request: Request) -> fleet_pb2.Attempt:
     return fleet_pb2.Attempt(request_id=request.request_id, epoch=request.epoch)
 
 
+def add_token(
+    wire: fleet_pb2.StepTokens, request: Request, token: SampledToken, finish_reason: FinishReason | None
+) -> None:
+    """Add the token that was just appended to the request."""
+    if finish_reason is None and token.logprob is None:
+        wire.epochs.append(request.epoch)
+        wire.indexes.append(len(request.token_ids) - request.num_prompt_tokens - 1)
+        wire.token_ids.append(token.token_id)
+    else:
+        fill_token(wire.tokens.add(), request, token, finish_reason)
+
+
 def fill_token(
     wire: fleet_pb2.SampledToken, request: Request, token: SampledToken, finish_reason: FinishReason | None
 ) -> None:

@@ -134,15 +134,24 @@ class Outputs:
             if index:
                 node_request.num_computed += 1
                 self._leases.publish(node_request)
-            has_ended = self._take_one(node_request, token, step_tokens, now)
+            has_ended = self._take_one(node_request, token, step_tokens, now, is_plain=False)
         if len(reported) > num_before:
             reported[-1].num_proposed, reported[-1].num_accepted = num_draft_tokens, len(reported) - num_before - 1
         return has_ended
 
     def _take_one(
-        self, node_request: NodeRequest, token: SampledToken, step_tokens: fleet_pb2.StepTokens, now: float
+        self,
+        node_request: NodeRequest,
+        token: SampledToken,
+        step_tokens: fleet_pb2.StepTokens,
+        now: float,
+        *,
+        is_plain: bool = True,
     ) -> bool:
-        """Record one token of a request; a cancelled request reports nothing. Return whether it is the last token."""
+        """Record one token of a request; a cancelled request reports nothing. Return whether it is the last token.
+
+        `is_plain`: no draft tokens were verified for it.
+        """
         if token.error is not None or token.embedding:
             return False  # no token
         request = node_request.request
@@ -154,7 +163,10 @@ class Outputs:
             if reason is not None:
                 self._cache_report.report()  # before the client can send its next request
             if node_request.ending is None:
-                convert.fill_token(step_tokens.tokens.add(), request, token, reason)
+                if is_plain:
+                    convert.add_token(step_tokens, request, token, reason)
+                else:
+                    convert.fill_token(step_tokens.tokens.add(), request, token, reason)
         if node_request.state is not RequestState.RUNNING:
             self._prefilled(node_request, token, reason)
         return reason is not None

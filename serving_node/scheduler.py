@@ -487,7 +487,7 @@ class NodeScheduler:
         self._leases.publish_all(good)
         step_tokens = fleet_pb2.StepTokens(step_s=step_s)
         ended = self._outputs.take(node_requests, works, given, step_tokens, now)
-        if step_tokens.tokens:
+        if step_tokens.tokens or step_tokens.epochs:
             self.decisions.report(step_tokens=step_tokens)
         if outgoing := [each for each in node_requests if each.outgoing is not None]:
             self._outgoing.note_prefilled(outgoing, now)

@@ -544,7 +544,7 @@ class VllmNode:
         if self._tokens is None:
             self._tokens = fleet_pb2.StepTokens(step_s=self._rates.decode_step_s)
             asyncio.get_running_loop().call_soon(self._flush)
-        convert.fill_token(self._tokens.tokens.add(), attempt.request, output.token, output.reason)
+        convert.add_token(self._tokens, attempt.request, output.token, output.reason)
 
     def _flush(self) -> None:
         tokens, self._tokens = self._tokens, None

@@ -111,7 +111,26 @@ def embedded(attempt, embedding=b"\0\0\x80\x3f", prefill_s=0.0, num_cached_token
 
 
 def step_tokens(*tokens, step_s=0.0):
-    return fleet_pb2.NodeEvent(step_tokens=fleet_pb2.StepTokens(tokens=tokens, step_s=step_s))
+    """As a node does, tokens of which there is no more to report go in lists."""
+    told = fleet_pb2.StepTokens(step_s=step_s)
+    for token in tokens:
+        if {field.name for field, _ in token.ListFields()} <= {"attempt", "index", "token_id"}:
+            told.epochs.append(token.attempt.epoch)
+            told.indexes.append(token.index)
+            told.token_ids.append(token.token_id)
+        else:
+            told.tokens.append(token)
+    return fleet_pb2.NodeEvent(step_tokens=told)
+
+
+def all_tokens(step, request_ids=()):
+    """Return a step of which all tokens are messages; `request_ids` by the epoch of the attempt."""
+    told, request_ids = fleet_pb2.StepTokens(step_s=step.step_s), dict(request_ids)
+    for epoch, index, token_id in zip(step.epochs, step.indexes, step.token_ids, strict=True):
+        attempt = fleet_pb2.Attempt(request_id=request_ids.get(epoch, ""), epoch=epoch)
+        told.tokens.append(sampled(attempt, index, token_id))
+    told.tokens.extend(step.tokens)
+    return told
 
 
 def reserved(attempt, descriptor=b"descriptor"):

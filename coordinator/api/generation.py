@@ -2,36 +2,17 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
+from coordinator.control.instructions import Chunk
 from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.reasons import SLOW_READER
 
 MAX_UNSENT_TOKENS: Final = 1024  # for each output of the call
 MAX_CHUNK_TOKENS: Final = 64
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Consecutive tokens of one output, with their text: the fields of the proto's Chunk, which costs more."""
-
-    first_token_index: int
-    token_ids: list[int]
-    text: str = ""
-    logprobs: Sequence[inference_pb2.TokenLogprobs] = ()
-    prompt_logprobs: Sequence[inference_pb2.TokenLogprobs] = ()
-    cached_tokens: int | None = None
-    finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
-
-    def append(self, more: "Chunk") -> None:
-        """Append the chunk that follows."""
-        self.token_ids += more.token_ids
-        self.text += more.text
-        self.logprobs = [*self.logprobs, *more.logprobs]
-        self.finish_reason = more.finish_reason
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ import grpc
 from coordinator.api.authentication import check_admin_key
 from coordinator.api.connections import Sheds
 from coordinator.api.exchange import write
-from coordinator.api.generation import Chunk, Generation
+from coordinator.api.generation import Generation
 from coordinator.api.messages import (
     Situation,
     call_to_wire,
@@ -32,6 +32,7 @@ from coordinator.api.messages import (
 )
 from coordinator.api.validation import RequestPlan
 from coordinator.control.adapters import LOAD_DEADLINE_S
+from coordinator.control.instructions import Chunk
 from coordinator.control.nodes import Capacity
 from coordinator.control.request import SoFar
 from coordinator.control.request_log import CallRecord
@@ -81,7 +82,7 @@ class _Output:
         self.token_ids += token_ids
         self.finish_reason = chunk.finish_reason
         self.first_s = self.first_s or time.monotonic()
-        self.answer.add_chunk(
+        self.answer.add(
             Chunk(
                 chunk.first_token_index,
                 token_ids,

@@ -27,12 +27,50 @@ class Send(NamedTuple):
     command: fleet_pb2.NodeCommand
 
 
+@dataclass(slots=True)
+class Chunk:
+    """Consecutive tokens of one output, with their text: the fields of the proto's Chunk, which costs more."""
+
+    first_token_index: int
+    token_ids: list[int]
+    text: str = ""
+    logprobs: Sequence[inference_pb2.TokenLogprobs] = ()
+    prompt_logprobs: Sequence[inference_pb2.TokenLogprobs] = ()
+    cached_tokens: int | None = None
+    finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
+
+    def append(self, more: "Chunk") -> None:
+        """Append the chunk that follows."""
+        self.token_ids += more.token_ids
+        self.text += more.text
+        self.logprobs = [*self.logprobs, *more.logprobs]
+        self.finish_reason = more.finish_reason
+
+
+def chunk_of(tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None) -> Chunk:
+    """Return consecutive tokens as a chunk without text.
+
+    `num_cached_tokens` are the prompt tokens found in a prefix cache, with the first token of the output, else None.
+    """
+    first, last = tokens[0], tokens[-1]
+    scored = [each for each in tokens if each.HasField("logprob")]
+    return Chunk(
+        first.index,
+        [token.token_id for token in tokens],
+        logprobs=[
+            inference_pb2.TokenLogprobs(token_id=each.token_id, logprob=each.logprob, top=each.top) for each in scored
+        ],
+        prompt_logprobs=first.prompt_logprobs,
+        cached_tokens=num_cached_tokens,
+        finish_reason=last.finish_reason,
+    )
+
+
 class Emit(NamedTuple):
     """Emit the next tokens of an output, which follow those before without a gap."""
 
     request_id: str
-    tokens: list[fleet_pb2.SampledToken]
-    num_cached_tokens: int | None = None  # of the prompt, with the first token
+    chunk: Chunk
 
 
 class End(NamedTuple):
@@ -182,15 +220,23 @@ class Releases:
 
     def __init__(self, first_epoch: int) -> None:
         self._epoch = first_epoch
+        self.requests: dict[int, Request] = {}  # that have not ended, by the epochs of all their attempts
         self._releases: dict[tuple[Node, int], _Release] = {}  # epochs are never used twice
 
     def __len__(self) -> int:
         return len(self._releases)
 
-    def next_epoch(self) -> int:
-        """Return an epoch that no earlier attempt of any request has."""
+    def next_epoch(self, request: Request) -> int:
+        """Return an epoch that no earlier attempt of any request has; it is the request's until `forget`."""
         self._epoch = (self._epoch + 1) % NUM_EPOCHS
+        self.requests[self._epoch] = request
+        request.epochs.append(self._epoch)
         return self._epoch
+
+    def forget(self, request: Request) -> None:
+        """Remove an ended request from `requests`."""
+        for epoch in request.epochs:
+            del self.requests[epoch]
 
     def cancel(self, request: Request, node: Node, epoch: int, now: float) -> Send:
         """Return the Cancel of the attempt `epoch` on a node, and repeat it in `overdue` until `settle`."""

@@ -99,7 +99,7 @@ class Migrations:
 
     def begin(self, request: Request, target: Node, now: float) -> list[Instruction]:
         """Start the migration of a request for which `may_migrate` is true, and return the Reserve for its target."""
-        attempt, epoch = request.attempt, self._releases.next_epoch()
+        attempt, epoch = request.attempt, self._releases.next_epoch(request)
         migration = Migration(epoch, attempt.decode, attempt.epoch, target, now, is_whole=_is_whole(request))
         request.migration = migration
         request.enter(State.RESERVING_TARGET, now)

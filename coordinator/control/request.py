@@ -335,6 +335,7 @@ class Request:
     state: State = State.QUEUED
     entered_s: float = 0.0  # when the state was entered
     attempt: Attempt = field(init=False)  # exists in the states ON_NODES
+    epochs: list[int] = field(default_factory=list)  # of all attempts
     wait: Wait = field(init=False)  # exists while WAITING_FOR_NODES
     migration: Migration | None = None  # exists IN_MIGRATION
     # The output.

@@ -36,12 +36,14 @@ from typing import Any, Final, NamedTuple
 from coordinator.control.admission import Admission
 from coordinator.control.instructions import (
     MAX_MESSAGE_CHARS,
+    Chunk,
     Emit,
     End,
     Instruction,
     Releases,
     Send,
     begun,
+    chunk_of,
     completion,
     end_error,
     ended_before,
@@ -89,6 +91,7 @@ from coordinator.control.slo import Slo
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
+from serving_core.net.numbering import MessageLost
 from serving_core.requests import Pooling, SamplingParams
 
 RETRY_S: Final = 1.0  # pause after every node has turned a request away
@@ -343,39 +346,47 @@ class Scheduler:
         Tokens of another attempt, or out of order, are dropped or kept until their turn. Nearly all events are of this
         kind.
         """
-        requests, instructions, usual = self._requests, list[Instruction](), list[str]()
-        observe, tokens = self._metrics.itl.observe, event.tokens
+        instructions, usual = list[Instruction](), list[str]()
+        observe, requests = self._metrics.itl.observe, self._releases.requests
         last_s, num_since = now, 0  # of the outputs before this one whose last tokens came together
-        node.num_generated_tokens += len(tokens)
-        for token in tokens:
-            about = token.attempt
-            request_id = about.request_id
-            request = requests.get(request_id)
-            if request is None:
+        num_plain = len(event.epochs)
+        if not num_plain == len(event.indexes) == len(event.token_ids):
+            raise MessageLost("the plain tokens of a step are cut short")
+        node.num_generated_tokens += num_plain + len(event.tokens)
+        for epoch, index, token_id in zip(event.epochs, event.indexes, event.token_ids, strict=True):
+            if (request := requests.get(epoch)) is None:
                 continue
-            if request.state is _DECODING and not (token.finish_reason or token.num_proposed):
+            if request.state is _DECODING:
                 # The usual case, as `_decoded` would handle it, without a call for each of its parts.
                 attempt, output, timeline = request.attempt, request.output, request.timeline
-                is_current = attempt.epoch == about.epoch and attempt.decode is node
-                if is_current and token.index == len(output) and not attempt.early:
-                    output.append(token.token_id)
+                is_current = attempt.epoch == epoch and attempt.decode is node
+                if is_current and index == len(output) and not attempt.early:
+                    output.append(token_id)
                     if timeline.last_token_s != last_s:
                         if num_since:
                             observe(now - last_s, num_since)
                         last_s, num_since = timeline.last_token_s, 0
                     num_since += 1
                     timeline.last_token_s = now
-                    usual.append(request_id)
-                    instructions.append(Emit(request_id, [token]))
+                    usual.append(request.request_id)
+                    instructions.append(Emit(request.request_id, Chunk(index, [token_id])))
                     continue
-            if self._may_sample(request, node, token) and token.index >= len(request.output):
-                if usual:  # one of them may be of this request, which may end now
-                    self._usual_came(usual, node)
-                    usual = []
-                instructions += self._handle(request, "token", node, _StepToken(token, event.step_s), now)
+            about = fleet_pb2.Attempt(request_id=request.request_id, epoch=epoch)
+            token = fleet_pb2.SampledToken(attempt=about, index=index, token_id=token_id)
+            instructions += self._token_came(request, node, token, event.step_s, now)
         observe(now - last_s, num_since)
         self._usual_came(usual, node)
+        for token in event.tokens:
+            if (request := self._requests.get(token.attempt.request_id)) is not None:
+                instructions += self._token_came(request, node, token, event.step_s, now)
         return instructions
+
+    def _token_came(
+        self, request: Request, node: Node, token: fleet_pb2.SampledToken, step_s: float, now: float
+    ) -> list[Instruction]:
+        if not self._may_sample(request, node, token) or token.index < len(request.output):
+            return []
+        return self._handle(request, "token", node, _StepToken(token, step_s), now)
 
     def _usual_came(self, request_ids: Sequence[str], node: Node) -> None:
         """Count one token of each of these requests."""
@@ -597,9 +608,9 @@ class Scheduler:
         """Start an attempt on these nodes. The timeline records the placement at `since_s`, or at `now` without it."""
         self._admission.deferred.started(request)
         prefill, decode, prompt = placed.prefill_node, placed.decode_node, request.known
-        epoch, fetch = self._releases.next_epoch(), placed.prefix_fetch
+        epoch, fetch = self._releases.next_epoch(request), placed.prefix_fetch
         if fetch is not None:
-            fetch = replace(fetch, epoch=self._releases.next_epoch())
+            fetch = replace(fetch, epoch=self._releases.next_epoch(request))
         kv_holders = self._registry.kv_holders_of(decode) if request.max_tokens > decode.pool_tokens else ()
         request.attempt = Attempt(epoch, prefill, decode, len(request.output), now, fetch, kv_holders)
         request.enter(State.PREFILLING, now)
@@ -761,7 +772,7 @@ class Scheduler:
         if request.state is State.MIGRATED:
             self._migrations.tokens_came(request, tokens[0].index, tokens[-1].index, gap_s, now)
         self._ledger.tokens_came([request.request_id], attempt.decode, len(tokens))
-        emit = Emit(request.request_id, tokens, request.num_cached_tokens if is_first else None)
+        emit = Emit(request.request_id, chunk_of(tokens, request.num_cached_tokens if is_first else None))
         if not finish_reason:
             return [emit]
         # The node that sampled the last token has released the attempt by itself, and so has the prefill node.
@@ -951,6 +962,7 @@ class Scheduler:
         if not (isinstance(outcome, RequestError) and outcome.reason in REFUSALS):
             self._admission.ended(request, now)
         instructions = self._cancel(request, now) if request.is_on_nodes else []
+        self._releases.forget(request)
         self._admission.deferred.remove(request)
         request.enter(State.FINISHED, now)
         return [*instructions, End(request.request_id, outcome, request.timeline, now)]

@@ -1,13 +1,13 @@
 """Turn the tokens of one output into text chunks, and end the output at stop strings."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.api.generation import Chunk, Generation
+from coordinator.api.generation import Generation
+from coordinator.control.instructions import Chunk
 from coordinator.control.request import SoFar
 from coordinator.text.detokenizer import Detokenizer
 from coordinator.text.stop_strings import StopMatcher
-from protos import fleet_pb2, inference_pb2
+from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.reasons import ENGINE_ERROR
 
@@ -117,22 +117,6 @@ class AnswerText:
         return text[num_known:]
 
 
-def chunk_of(tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None) -> Chunk:
-    """Return consecutive tokens as a chunk without text; `num_cached_tokens` as in `Answer.add`."""
-    first, last = tokens[0], tokens[-1]
-    scored = [each for each in tokens if each.HasField("logprob")]
-    return Chunk(
-        first.index,
-        [token.token_id for token in tokens],
-        logprobs=[
-            inference_pb2.TokenLogprobs(token_id=each.token_id, logprob=each.logprob, top=each.top) for each in scored
-        ],
-        prompt_logprobs=first.prompt_logprobs,
-        cached_tokens=num_cached_tokens,
-        finish_reason=last.finish_reason,
-    )
-
-
 def check_follows(index: int, num_tokens: int) -> None:
     """Raise RequestError unless `index`, of the next token, is `num_tokens`, since a token would be missing."""
     if index != num_tokens:
@@ -157,36 +141,27 @@ class Answer:
         """Return the number of tokens of the output."""
         return self._text.num_tokens
 
-    def add(self, tokens: Sequence[fleet_pb2.SampledToken], num_cached_tokens: int | None = None) -> bool:
-        """Queue the next tokens and their text as one chunk; return whether a stop string has ended the output.
-
-        Tokens after the stop string are dropped. `num_cached_tokens` are those of the prompt that were cached, with the
-        first tokens. Raises RequestError when the reader is too slow, or the tokens do not follow those before.
-        """
-        if self.matched_stop is not None:
-            return True
-        check_follows(tokens[0].index, self.num_tokens)
-        return self.add_chunk(chunk_of(tokens, num_cached_tokens))
-
-    def add_chunk(self, chunk: Chunk) -> bool:
+    def add(self, chunk: Chunk) -> bool:
         """Add the text to a chunk of tokens and queue the chunk; return whether a stop string has ended the output.
 
         Tokens after the stop string are dropped. The chunk is changed and must not be used afterwards. Raises
-        RequestError when the reader is too slow.
+        RequestError when the reader is too slow, or the tokens do not follow those before.
         """
-        if self.matched_stop is not None:
+        answer_text = self._text
+        if answer_text.matched_stop is not None:
             return True
+        check_follows(chunk.first_token_index, answer_text.num_tokens)
         *others, last = chunk.token_ids
         for number, token_id in enumerate(others, start=1):
-            chunk.text += self._text.add(token_id)
-            if self.matched_stop is not None:
+            chunk.text += answer_text.add(token_id)
+            if answer_text.matched_stop is not None:
                 chunk.token_ids, chunk.logprobs = chunk.token_ids[:number], chunk.logprobs[:number]
                 break
         else:
-            chunk.text += self._text.add(last, chunk.finish_reason)
+            chunk.text += answer_text.add(last, chunk.finish_reason)
         chunk.finish_reason = inference_pb2.FINISH_REASON_UNSPECIFIED
         self.generation.push_chunk(self._index, chunk)
-        return self.matched_stop is not None
+        return answer_text.matched_stop is not None
 
     def end(self, complete: inference_pb2.Complete) -> None:
         """Queue the text that was held back, then the end `complete`.

@@ -11,7 +11,7 @@ from typing import Final
 
 from coordinator.control.load import Prompt
 from coordinator.settings import CoordinatorSettings
-from protos import fleet_pb2, inference_pb2
+from protos import inference_pb2
 from serving_core.errors import RequestError
 from serving_core.requests import SamplingParams
 from serving_core.shapes import DECODE, MIXED, PREFILL
@@ -118,11 +118,11 @@ class JudgingClients:
 
     # ---- what comes ----
 
-    def arrived(self, request_id: str, tokens: Sequence[fleet_pb2.SampledToken], moment_s: float) -> None:
+    def arrived(self, request_id: str, token_ids: Sequence[int], moment_s: float) -> None:
         """Record tokens of an output, which left the coordinator at this moment."""
         judged = self._live[request_id]
         is_first, now = not judged.num_tokens, moment_s + self.api_server_s / 2
-        judged.num_tokens += len(tokens)
+        judged.num_tokens += len(token_ids)
         if is_first:
             self._first(judged, now)
         if judged.num_tokens >= judged.planned.output_tokens:

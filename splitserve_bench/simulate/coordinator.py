@@ -3,7 +3,7 @@
 The scheduler's instructions are carried out as by coordinator/dispatcher.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
@@ -30,7 +30,7 @@ FIRST_EPOCH: Final = 0
 class Clients(Protocol):
     """The clients of a simulation, which the coordinator calls with tokens and with the ends of requests."""
 
-    def arrived(self, request_id: str, tokens: list[fleet_pb2.SampledToken], moment_s: float) -> None: ...
+    def arrived(self, request_id: str, token_ids: Sequence[int], moment_s: float) -> None: ...
     def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None: ...
 
 
@@ -155,7 +155,7 @@ class SimulatedCoordinator:
         for instruction in instructions:
             match instruction:
                 case Emit():
-                    self._clients.arrived(instruction.request_id, instruction.tokens, now)
+                    self._clients.arrived(instruction.request_id, instruction.chunk.token_ids, now)
                 case Send(known, command):
                     if attachment := self._attachments.get(known):
                         attachment.commands.send(command)

@@ -13,7 +13,7 @@ from coordinator.control.placement.policy import AUTO
 from coordinator.control.roles import FIXED
 from coordinator.control.slo import MS, Slo
 from coordinator.settings import ADMIT_ALL, CoordinatorSettings
-from protos import fleet_pb2, inference_pb2
+from protos import inference_pb2
 from serving_core.errors import RequestError, SettingsError
 from serving_core.requests import SamplingParams
 from serving_core.shapes import DECODE, MIXED, PREFILL
@@ -117,12 +117,11 @@ class LoadClients:
 
     # ---- what comes ----
 
-    def arrived(self, request_id: str, tokens: list[fleet_pb2.SampledToken], moment_s: float) -> None:
+    def arrived(self, request_id: str, token_ids: Sequence[int], moment_s: float) -> None:
         """Record tokens of an output, which left the coordinator at this moment."""
         answer = self._answers[request_id]
-        for token in tokens:
-            answer.token_ids.append(token.token_id)
-        answer.reply.arrived(moment_s + answer.half_s, len(tokens))
+        answer.token_ids += token_ids
+        answer.reply.arrived(moment_s + answer.half_s, len(token_ids))
 
     def ended(self, request_id: str, outcome: inference_pb2.Complete | RequestError) -> None:
         """Record the end of a request, which leaves the coordinator now: complete, or a RequestError."""

@@ -172,6 +172,7 @@ def _short(message):
     body = getattr(message, kind)
     if kind == "step_tokens":
         tokens = [f"{each.attempt.request_id}@{each.attempt.epoch}[{each.index}]" for each in body.tokens]
+        tokens += [f"@{epoch}[{index}]" for epoch, index in zip(body.epochs, body.indexes, strict=True)]
         return f"step_tokens {' '.join(tokens)}"
     about = body.job.attempt if kind in ("reserve", "prefill") else getattr(body, "attempt", None)
     more = f" {body.reason}: {body.message}" if kind in ("failed", "migration_failed", "refusal") else ""

@@ -4,12 +4,11 @@ from heapq import heappush
 
 import pytest
 
-from coordinator.control.instructions import Emit, Releases
+from coordinator.control.instructions import Chunk, Emit, Releases
 from coordinator.control.migration import Migrations
 from coordinator.control.scheduler import Scheduler
 from decode_node.preallocation import Preallocation
 from kv_transfer.payload import HostPayload
-from protos import fleet_pb2
 from serving_core.net.numbering import Numbering
 from serving_node.transfers import Endings
 from tests.schedules.history import problems_of
@@ -57,8 +56,8 @@ def double_token_at_migration(monkeypatch):
     commit = Migrations.target_committed
 
     def target_committed(self, request, node, event, now):
-        last = fleet_pb2.SampledToken(index=len(request.output), token_id=request.output[-1])
-        return [Emit(request.request_id, [last]), *commit(self, request, node, event, now)]
+        again = Chunk(len(request.output), request.output[-1:])
+        return [Emit(request.request_id, again), *commit(self, request, node, event, now)]
 
     monkeypatch.setattr(Migrations, "target_committed", target_committed)
 

@@ -17,12 +17,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.api.generation import Chunk, Message
+from coordinator.api.generation import Message
 from coordinator.api.http import sse
 from coordinator.api.http.api_adapters import ApiAdapter, Object, Translation
 from coordinator.api.http.errors import internal_error, renamed
 from coordinator.api.http.responses import ChoiceFormatter, Output, Usage
 from coordinator.api.preprocess import Call, Prepared, Preprocessor
+from coordinator.control.instructions import Chunk
 from protos.inference_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH
 from serving_core.errors import RequestError
 from serving_core.json_fields import json_line

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from coordinator.api.generation import Chunk
 from coordinator.api.http.messages import CONTENT, REASONING, Delta, Deltas
+from coordinator.control.instructions import Chunk
 from coordinator.text.detokenizer import Detokenizer
 from protos.inference_pb2 import TokenLogprobs, TopLogprob
 

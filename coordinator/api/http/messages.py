@@ -46,6 +46,8 @@ class Deltas:
         return self._deltas(self._reader.finish())
 
     def _deltas(self, pieces: Sequence[Piece]) -> list[Delta]:
+        if len(pieces) == 1 and pieces[0].kind is Kind.TEXT:  # the usual case
+            return [{CONTENT: pieces[0].text}]
         told: list[Delta] = []
         for field, run in groupby(pieces, lambda piece: _FIELDS[piece.kind]):
             if field == CALLS:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from coordinator.api.generation import Chunk
 from coordinator.api.http.logprobs import (
     NOTHING,
     Echo,
@@ -26,7 +25,7 @@ from coordinator.api.http.messages import CONTENT, Delta, Deltas, Message
 from coordinator.api.http.request_models import ASSISTANT
 from coordinator.api.http.requests import ParsedRequest
 from coordinator.api.validation import skips_special_tokens
-from coordinator.control.instructions import FINISH_REASONS
+from coordinator.control.instructions import FINISH_REASONS, Chunk
 from coordinator.text.answer_format import PLAIN, AnswerFormat
 from coordinator.text.reasoning import ThoughtCounter, ends_thinking
 from coordinator.text.structures import constraint_of, may_begin_blank

@@ -6,7 +6,6 @@ An external coordinator renders a call here or elsewhere, and sends what comes o
 from collections.abc import Sequence
 from typing import Any, Final
 
-from coordinator.api.generation import Chunk
 from coordinator.api.http.errors import renamed
 from coordinator.api.http.logprobs import chat_logprobs, finite_logprob, prompt_logprobs
 from coordinator.api.http.request_models import TokensRequest
@@ -14,6 +13,7 @@ from coordinator.api.http.requests import OUTPUTS_NAMES, ParsedRequest, sampling
 from coordinator.api.http.responses import ChoiceFormatter, Envelope, Output, Usage
 from coordinator.api.prompts import Terms
 from coordinator.api.validation import RequestPlan, bad
+from coordinator.control.instructions import Chunk
 from coordinator.text.answer_format import PLAIN, AnswerFormat
 from coordinator.text.constraints import NO_LEEWAY, Leeway
 from coordinator.text.structures import constraint_of

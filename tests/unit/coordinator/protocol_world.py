@@ -230,11 +230,10 @@ class World:
                     for simulated in self.nodes:
                         if simulated.node is node:
                             simulated.commands.append(command)
-                case Emit(request_id, tokens):
+                case Emit(request_id, chunk):
                     assert request_id not in self.ends
-                    for token in tokens:
-                        assert token.index == len(self.tokens[request_id])
-                        self.tokens[request_id].append(token.token_id)
+                    assert chunk.first_token_index == len(self.tokens[request_id])
+                    self.tokens[request_id] += chunk.token_ids
                 case End(request_id, outcome):
                     assert request_id not in self.ends
                     self.ends[request_id] = (outcome, self.now)

@@ -118,8 +118,9 @@ class World:
                     self.prefill_tp_size, self.is_local = body.prefill_tp_size, body.local_prefill
                 self.attempt = body.job.attempt if kind in ("reserve", "prefill") else body.attempt
                 return f"{kind} {node.name}"
-            case Emit(_, tokens):
-                return "emit " + " ".join(f"{token.index}:{token.token_id}" for token in tokens)
+            case Emit(_, chunk):
+                numbered = enumerate(chunk.token_ids, start=chunk.first_token_index)
+                return "emit " + " ".join(f"{index}:{token_id}" for index, token_id in numbered)
             case MigrationEnded():
                 self.migrations.append(instruction)
                 return instruction.outcome.value

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.api.generation import Chunk, Generation
+from coordinator.api.generation import Generation
+from coordinator.control.instructions import Chunk, chunk_of
 from coordinator.control.request import SoFar
 from coordinator.text.answers import Answer, AnswerText, TextOptions
 from coordinator.text.stop_strings import StopMatcher
@@ -36,6 +37,10 @@ def answer_with(tokenizer, so_far=None, **options):
     if so_far is not None:
         text.resume(so_far)
     return Answer(Generation("r", 1), 0, text)
+
+
+def add(answer, tokens):
+    return answer.add(chunk_of(tokens, None))
 
 
 def tokens_of(data, start=0, finish_reason=0):
@@ -75,7 +80,7 @@ def read(answer, finish_reason=LENGTH, completion_tokens=99):
 def test_tokens_of_one_step_become_one_chunk_with_their_logprobs(tokenizer):
     answer = answer_with(tokenizer)
     top = [inference_pb2.TopLogprob(token_id=5, logprob=-2.0)]
-    answer.add([sampled(None, 0, ord("a"), logprob=-0.5, top=top), sampled(None, 1, ord("b"), logprob=-1.0)])
+    add(answer, [sampled(None, 0, ord("a"), logprob=-0.5, top=top), sampled(None, 1, ord("b"), logprob=-1.0)])
     message = asyncio.run(answer.generation.next())
     assert inference_pb2.GenerateResponse(request_id="r", **message.fields()) == inference_pb2.GenerateResponse(
         request_id="r",
@@ -92,7 +97,7 @@ def test_tokens_of_one_step_become_one_chunk_with_their_logprobs(tokenizer):
 
 def test_half_a_character_waits_and_is_flushed_at_the_end(tokenizer):
     answer = answer_with(tokenizer)
-    answer.add(tokens_of("é".encode()[:1]))
+    add(answer, tokens_of("é".encode()[:1]))
     chunk = asyncio.run(answer.generation.next()).chunk
     assert (chunk.token_ids, chunk.text) == ([0xC3], "")
     assert read(answer) == ("\ufffd", [], inference_pb2.Complete(finish_reason=LENGTH, completion_tokens=99))
@@ -101,11 +106,11 @@ def test_half_a_character_waits_and_is_flushed_at_the_end(tokenizer):
 @pytest.mark.parametrize(("include", "text"), [(False, "one "), (True, "one <stop>")])
 def test_a_stop_string_ends_the_answer_within_a_step_and_counts_to_its_last_token(tokenizer, include, text):
     answer = answer_with(tokenizer, stop=("<stop>",), include_stop_str_in_output=include)
-    answer.add(tokens_of(b"one <st"))
+    add(answer, tokens_of(b"one <st"))
     assert answer.matched_stop is None
-    answer.add(tokens_of(b"op> two", 7, LENGTH))
+    add(answer, tokens_of(b"op> two", 7, LENGTH))
     assert answer.matched_stop == "<stop>"
-    answer.add(tokens_of(b"three", 14))
+    add(answer, tokens_of(b"three", 14))
     complete = inference_pb2.Complete(
         finish_reason=inference_pb2.FINISH_REASON_STOP, matched_stop_str="<stop>", completion_tokens=10
     )
@@ -114,7 +119,7 @@ def test_a_stop_string_ends_the_answer_within_a_step_and_counts_to_its_last_toke
 
 def test_a_stop_string_does_not_count_before_min_tokens(tokenizer):
     answer = answer_with(tokenizer, stop=("x",), min_tokens=3)
-    answer.add(tokens_of(b"xxxx"))
+    add(answer, tokens_of(b"xxxx"))
     text, token_ids, complete = read(answer)
     assert (text, token_ids) == ("xx", [*b"xxx"])
     assert complete.completion_tokens == 3
@@ -122,7 +127,7 @@ def test_a_stop_string_does_not_count_before_min_tokens(tokenizer):
 
 def test_a_stop_string_at_the_end_of_an_answer_that_was_cut_short_is_its_reason(tokenizer):
     answer = answer_with(tokenizer, stop=["\ufffd"])
-    answer.add(tokens_of(b"a\xc3"))
+    add(answer, tokens_of(b"a\xc3"))
     answer.end(inference_pb2.Complete(finish_reason=inference_pb2.FINISH_REASON_ABORT, error="why"))
     complete = asyncio.run(drain(answer.generation))[-1].complete
     assert (complete.finish_reason, complete.matched_stop_str, complete.error) == (STOP, "\ufffd", "")
@@ -130,29 +135,29 @@ def test_a_stop_string_at_the_end_of_an_answer_that_was_cut_short_is_its_reason(
 
 def test_the_beginning_of_a_stop_string_is_text_when_the_answer_ends(tokenizer):
     answer = answer_with(tokenizer, stop=("<stop>",))
-    answer.add(tokens_of(b"a<st"))
+    add(answer, tokens_of(b"a<st"))
     assert read(answer)[0] == "a<st"
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abc")])
 def test_the_text_of_a_token_that_ends_the_answer_is_like_a_stop_string(tokenizer, include, text):
     answer = answer_with(tokenizer, include_stop_str_in_output=include)
-    answer.add(tokens_of(b"abc", finish_reason=STOP))
+    add(answer, tokens_of(b"abc", finish_reason=STOP))
     assert read(answer, STOP)[:2] == (text, [*b"abc"])
 
 
 def test_special_tokens_are_text_only_on_demand(tokenizer):
     for skip, text in ((True, "a"), (False, "a<|eos|>")):
         answer = answer_with(tokenizer, skip_special_tokens=skip)
-        answer.add([sampled(None, 0, 97), sampled(None, 1, EOS)])
+        add(answer, [sampled(None, 0, 97), sampled(None, 1, EOS)])
         assert read(answer)[0] == text
 
 
 def test_a_lost_token_is_not_passed_over(tokenizer):
     answer = answer_with(tokenizer)
-    answer.add(tokens_of(b"ab"))
+    add(answer, tokens_of(b"ab"))
     with pytest.raises(RequestError, match="token 3 came in place of token 2"):
-        answer.add(tokens_of(b"d", 3))
+        add(answer, tokens_of(b"d", 3))
 
 
 @given(text=st.text("ab<é", max_size=20), stop=st.text("ab<é", min_size=1, max_size=3), data=st.data())
@@ -161,7 +166,7 @@ def test_chunks_join_to_the_text_however_tokens_and_reads_fall(tokenizer, text, 
     encoded, start, chunks = text.encode(), 0, []
     while start < len(encoded):
         end = data.draw(st.integers(start + 1, len(encoded)))
-        answer.add(tokens_of(encoded[start:end], start))
+        add(answer, tokens_of(encoded[start:end], start))
         start = end
         if data.draw(st.booleans()):
             chunks += [response.chunk for response in unread(answer.generation)]
@@ -192,7 +197,7 @@ def test_an_answer_that_goes_on_has_the_text_of_one_that_was_never_broken_off(
     tokens = tokens_of(data, finish_reason=finish_reason)
     for answer, part in ((unbroken, tokens), (broken, tokens[:cut])):
         for token in part:
-            answer.add([token])
+            add(answer, [token])
     expected = read(unbroken, finish_reason)
     if has_rest and cut >= len(data):
         text, token_ids, _ = read(broken)
@@ -204,7 +209,7 @@ def test_an_answer_that_goes_on_has_the_text_of_one_that_was_never_broken_off(
     so_far = SoFar(tuple(token_ids), len(text), reason) if token_ids else None
     resumed = answer_with(tokenizer, so_far, **options)
     for token in tokens[len(token_ids) :]:
-        resumed.add([token])
+        add(resumed, [token])
     more, more_ids, complete = read(resumed, finish_reason)
     assert (text + more, token_ids + more_ids, complete) == expected
 

@@ -23,6 +23,7 @@ from coordinator.api.messages import (
 from coordinator.api.remote import RemoteControl
 from coordinator.api.validation import Limits, RequestPlan, plan_request
 from coordinator.api_server_service import ApiServerLink, TokenOutput, api_server_figures
+from coordinator.control.instructions import chunk_of
 from coordinator.control.nodes import Capacity
 from coordinator.control.request import NOTHING, SoFar
 from coordinator.control.request_log import CallRecord
@@ -143,13 +144,13 @@ def told(batch):
 
 def test_steps_that_wait_for_the_api_server_travel_together(link):
     first, second = outputs_of(link)
-    first.add(sampled(8), 3)
+    first.add(chunk_of(sampled(8), 3))
     assert told(next_batch(link)) == [("5", 0, 0, [8])]
     (other,) = outputs_of(link, "6", 1)
     for index, token_id in enumerate((9, 10), start=1):
-        first.add(sampled(token_id, first_index=index), None)
-    other.add(sampled(7), None)
-    second.add(sampled(19, 20), None)
+        first.add(chunk_of(sampled(token_id, first_index=index), None))
+    other.add(chunk_of(sampled(7), None))
+    second.add(chunk_of(sampled(19, 20), None))
     assert told(next_batch(link)) == [("5", 0, 1, [9, 10]), ("5", 1, 0, [19, 20]), ("6", 0, 0, [7])]
 
 
@@ -159,10 +160,10 @@ def test_a_token_is_told_with_all_that_belongs_to_it(link):
     scored[0].logprob = -0.5
     scored[0].top.add(token_id=4, logprob=-0.25)
     scored[0].prompt_logprobs.add(token_id=3, logprob=-1.0)
-    output.add(scored, 2)
+    output.add(chunk_of(scored, 2))
     last = sampled(11, first_index=1)
     last[0].finish_reason = inference_pb2.FINISH_REASON_LENGTH
-    output.add(last, None)
+    output.add(chunk_of(last, None))
     (response,) = next_batch(link).responses
     top = inference_pb2.TopLogprob(token_id=4, logprob=-0.25)
     assert response.chunk == inference_pb2.Chunk(
@@ -177,7 +178,7 @@ def test_a_token_is_told_with_all_that_belongs_to_it(link):
 def test_a_call_is_told_whole_in_one_batch(link):
     output, other = outputs_of(link)
     link.begun("5")
-    output.add(sampled(8, 9), 0)
+    output.add(chunk_of(sampled(8, 9), 0))
     output.end(inference_pb2.Complete(completion_tokens=2, embedding=b"1234"))
     other.generation.fail(RequestError(DRAINING, "going", field="x"))
     batch = next_batch(link)
@@ -190,22 +191,22 @@ def test_a_call_is_told_whole_in_one_batch(link):
 
 def test_what_an_api_server_leaves_is_bounded(link):
     output, _ = outputs_of(link)
-    output.add(sampled(*range(2048)), None)  # for both outputs of the call
+    output.add(chunk_of(sampled(*range(2048)), None))  # for both outputs of the call
     with pytest.raises(RequestError, match="the reader is 2049 tokens behind, the limit is 2048"):
-        output.add(sampled(1, first_index=2048), None)
+        output.add(chunk_of(sampled(1, first_index=2048), None))
     next_batch(link)
-    output.add(sampled(1, first_index=2049), None)
+    output.add(chunk_of(sampled(1, first_index=2049), None))
 
 
 def test_a_lost_token_is_not_passed_over(link):
     output, _ = outputs_of(link)
-    output.add(sampled(8), None)
+    output.add(chunk_of(sampled(8), None))
     with pytest.raises(RequestError, match="token 2 came in place of token 1"):
-        output.add(sampled(9, first_index=2), None)
+        output.add(chunk_of(sampled(9, first_index=2), None))
 
 
 def test_after_the_end_comes_nothing_but_what_was_said_before(link):
-    outputs_of(link)[0].add(sampled(1), None)
+    outputs_of(link)[0].add(chunk_of(sampled(1), None))
     link.end()
     assert told(next_batch(link)) == [("5", 0, 0, [1])]
     assert next_batch(link) is None

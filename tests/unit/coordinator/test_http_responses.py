@@ -6,7 +6,6 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from coordinator.api.generation import Chunk
 from coordinator.api.http.errors import error_object, error_response, renamed, status_of
 from coordinator.api.http.generating import written
 from coordinator.api.http.logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs
@@ -21,6 +20,7 @@ from coordinator.api.http.responses import (
 )
 from coordinator.api.http.tools import Offer
 from coordinator.api.statuses import CODES
+from coordinator.control.instructions import Chunk
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.tokenizer import Tokenizer, read_tokenizer
 from protos.inference_pb2 import (

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.api.generation import Chunk
 from coordinator.api.http.anthropic_messages import MessagesCall
 from coordinator.api.http.anthropic_messages_models import MessagesRequest
 from coordinator.api.http.openai_responses import LOGPROBS, ResponsesCall
@@ -16,6 +15,7 @@ from coordinator.api.http.openai_responses_models import ResponsesRequest
 from coordinator.api.http.request_models import ChatRequest, CompletionRequest
 from coordinator.api.http.requests import parse_chat, parse_completion
 from coordinator.api.http.responses import ChatFormatter, CompletionFormatter, Envelope, Usage
+from coordinator.control.instructions import Chunk
 from coordinator.text.answer_format import AnswerFormat
 from coordinator.text.tokenizer import read_tokenizer
 from protos.inference_pb2 import FINISH_REASON_STOP, Complete, TokenLogprobs

@@ -19,6 +19,7 @@ from serving_node.kv_offload import OffloadPlan
 from serving_node.ranks.leading import Followers
 from serving_node.runner import NodeRunner
 from serving_node.settings import NodeSettings
+from tests import fleet_events as events
 from tests.tiny_models import VOCAB_SIZE, write_fake_model
 
 BLOCK_SIZE = 4
@@ -107,6 +108,7 @@ class Harness:
         self.sender = KVSender(network.dialer(), self.engine.pool, tp_size=tp_size, deadline_s=DEADLINE_S)
         self.receiver = KVReceiver(network.listener(name), self.engine.pool, tp_size=tp_size)
         self.events = []
+        self._request_ids = {}  # by epoch
         self.on_event = None
         self.rates = RecordedRates(start_tokens_per_s)
         self.node = NodeRunner(
@@ -125,6 +127,9 @@ class Harness:
 
     def send(self, **event):
         """What the node calls its link for."""
+        step = event.get("step_tokens")
+        if step is not None and self._request_ids.keys() >= set(step.epochs):  # else a coordinator reads it
+            event = {"step_tokens": events.all_tokens(step, self._request_ids)}
         self.events.append(fleet_pb2.NodeEvent(**event))
         if self.on_event is not None:
             self.on_event(self.events[-1])
@@ -153,6 +158,9 @@ class Harness:
         self.handle(cancel=fleet_pb2.Cancel(attempt=convert.attempt_of(request)))
 
     def handle(self, **command):
+        for body in command.values():
+            if hasattr(body, "job"):
+                self._request_ids[body.job.attempt.epoch] = body.job.attempt.request_id
         self.node.handle(about_its_attempt(fleet_pb2.NodeCommand(**command)))
 
     def of(self, name):

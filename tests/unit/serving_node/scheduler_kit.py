@@ -31,6 +31,7 @@ from serving_node.decisions import (
 from serving_node.kv_offload import NO_OFFLOAD
 from serving_node.scheduler import Limits, NodeScheduler
 from serving_node.worker import Worker
+from tests import fleet_events as events
 from tests.toy_kv import FINGERPRINT, HERE, NUM_TOKEN_IDS, ToyKV, answer_of
 
 BLOCK_SIZE = 4
@@ -151,6 +152,7 @@ class Node(Ports):
         self.loads_at_once = True
         self.now = 0.0
         self.events = []
+        self._request_ids = {}  # by epoch
         self.opened = {}  # by epoch
         self.sending = {}
         self.prefix_fetch_begun = {}
@@ -206,6 +208,9 @@ class Node(Ports):
         self.handle(cancel=fleet_pb2.Cancel(attempt=convert.attempt_of(request)))
 
     def handle(self, **command):
+        for body in command.values():
+            if hasattr(body, "job"):
+                self._request_ids[body.job.attempt.epoch] = body.job.attempt.request_id
         self.worker.handle(fleet_pb2.NodeCommand(**command))
         self.check()
 
@@ -473,6 +478,8 @@ class Node(Ports):
                 self._do_in_tier(decision)
 
     def _hear(self, event):
+        if event.HasField("step_tokens"):
+            event.step_tokens.CopyFrom(events.all_tokens(event.step_tokens, self._request_ids))
         self.events.append(event)
         if event.HasField("cache_changed"):
             self.hints -= set(event.cache_changed.removed)

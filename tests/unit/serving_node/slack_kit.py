@@ -10,6 +10,7 @@ from serving_core.requests import Request, SampledToken, SamplingParams
 from serving_core.shapes import preset
 from serving_node.scheduler import Limits, NodeScheduler
 from serving_node.worker import Worker
+from tests import fleet_events as events
 from tests.toy_kv import FINGERPRINT, HERE
 from tests.unit.serving_node.scheduler_kit import BLOCK_BYTES, LAYOUT, Ports
 
@@ -131,5 +132,5 @@ class Clocked(Ports):
         if first := event.get("first_token"):
             self.asked[int(first.attempt.request_id)].times_s.append(self.now)
         elif step_tokens := event.get("step_tokens"):
-            for token in step_tokens.tokens:
-                self.asked[int(token.attempt.request_id)].times_s.append(self.now)
+            for token in events.all_tokens(step_tokens).tokens:
+                self.asked[token.attempt.epoch].times_s.append(self.now)

@@ -19,6 +19,7 @@ from serving_node.ranks.leading import Followers
 from splitserve_vllm.node import VllmNode
 from splitserve_vllm.scheduling import RECEIVE, SEND
 from splitserve_vllm.seam import Stats, Token, VllmFacts
+from tests import fleet_events as events
 
 EOS = 257
 FACTS = VllmFacts(
@@ -86,6 +87,8 @@ class World:
         self.workers = workers
 
     def send(self, **event):
+        if step := event.get("step_tokens"):
+            event = {"step_tokens": events.all_tokens(step)}
         self.events.append(fleet_pb2.NodeEvent(**event))
 
     def command(self, kind, body, epoch=1):
