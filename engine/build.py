@@ -243,7 +243,10 @@ def _load_decoder(part: _Part, shows_progress: bool) -> tuple[LlamaDecoder, int]
     num_bytes = load_weights(
         decoder, part.folder, part.dtype, device, *what, is_text_part=is_text_part, shows_progress=shows_progress
     )
-    decoder.offloaded = placement.finish() if placement else None
+    if placement is None:
+        decoder.stack_experts()
+    else:
+        decoder.offloaded = placement.finish()
     return decoder, num_bytes
 
 
@@ -308,7 +311,7 @@ def _choose_program(
         return None
     if isinstance(attention, NativeAttention):
         return NativeDecode(model, attention) if is_recordable(model, attention) else None
-    if attention.pool.num_blocks > num_blocks and not model.has_experts:  # a graph would repeat one choice of experts
+    if attention.pool.num_blocks > num_blocks and not model.awaits_routing(attention.pool.compute_dtype):
         return cuda_graphs(model, attention, num_blocks, part.max_model_len, part.group, exact=exact)
     return None
 

@@ -6,13 +6,15 @@ experts a step needs, and one sum over the ranks completes the outputs.
 
 import ctypes
 import functools
+import logging
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from engine.model.layers import Deltas, Linear
 from engine.native.library import load
@@ -21,8 +23,11 @@ from engine.native.program import threads
 from engine.ops.base import Ops, Shared
 from engine.parallel import Residual
 from engine.quantization.quantized_linear import QuantizedMatrix
+from engine.trial import tried
 from serving_core.model_files.differences import Experts
 from serving_core.sharding import Extent, Shard, share_of, whole
+
+logger = logging.getLogger(__name__)
 
 
 class Gate(Linear):
@@ -117,6 +122,76 @@ def grouped_product(matrices: Sequence[object]) -> GroupedProduct | None:
     return GroupedProduct(library, dense or quantized)
 
 
+ALIGNED_WIDTH: Final = 8  # grouped_mm requires rows of a multiple of 16 bytes
+TOLERANCE: Final = 0.05  # of the largest output of a trial in bfloat16; a wrong one is off by about 1
+
+
+class StackedProduct:
+    """A GroupedProduct by torch's grouped_mm, which reads where groups start on the device: the host does not wait."""
+
+    def __init__(self, layers: Sequence[Linear]) -> None:
+        """Move the weights of the layers, which must be plain and of one shape, into one tensor."""
+        stacked = torch.stack([layer.weight.detach() for layer in layers])
+        for layer, weight in zip(layers, stacked, strict=True):
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+        self._layers = layers
+        self._weights = stacked.transpose(1, 2)  # [matrices, num_inputs, num_outputs]
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Return whether rows of this dtype are multiplied as the layers do it."""
+        return dtype == self._weights.dtype and all(layer.is_plain for layer in self._layers)
+
+    def __call__(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """Multiply rows x [T, num_inputs], sorted by matrix, and return the outputs [T, num_outputs].
+
+        starts [matrices + 1], int32, holds the first row of each matrix, then T.
+        """
+        return functional.grouped_mm(x, self._weights, offs=starts[1:])
+
+
+def stacked_product(layers: Sequence[Linear]) -> StackedProduct | None:
+    """Return a StackedProduct of these layers, or None: on a CPU, if torch does not support them, or without success in
+    a trial on their device, whose reason is logged.
+    """
+    if not all(layer.is_plain for layer in layers):
+        return None
+    weight = layers[0].weight
+    is_aligned = not any(size % ALIGNED_WIDTH for size in weight.shape)
+    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16 or not is_aligned:
+        return None
+    return StackedProduct(layers) if _multiplies_groups(weight.device) else None
+
+
+@functools.cache
+def _multiplies_groups(device: torch.device) -> bool:
+    """Return whether grouped_mm works on the device and agrees with single products; if not, log the reason."""
+    difference, why = tried(functools.partial(_difference_of_groups, device))
+    if difference is not None and not difference <= TOLERANCE:  # also for NaN
+        why = f"they are off by {difference:f}"
+    if why:
+        logger.warning("experts are computed one after the other, and steps have no CUDA graphs: %s", why)
+    return not why
+
+
+@torch.inference_mode()
+def _difference_of_groups(device: torch.device) -> float:
+    layers = [Linear(whole(64), {"": whole(48)}, bias=False) for _ in range(3)]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator).bfloat16()
+
+    for layer in layers:
+        layer.weight = nn.Parameter(random(48, 64), requires_grad=False)
+    rows, starts = random(24, 64), (0, 5, 5, 24)
+    expected = torch.cat([layer(rows[first:end]) for layer, (first, end) in zip(layers, pairwise(starts), strict=True)])
+    outputs = StackedProduct(layers)(rows, torch.tensor(starts, dtype=torch.int32).to(device))
+    return float((outputs - expected).abs().max() / expected.abs().max())
+
+
+Product: TypeAlias = GroupedProduct | StackedProduct
+
+
 class MixtureOfExperts(nn.Module):
     """A mixture of experts, which a layer has instead of a feed-forward."""
 
@@ -142,6 +217,23 @@ class MixtureOfExperts(nn.Module):
         """Return the bytes of all loaded experts' weights on this rank, without the shared expert."""
         return sum(layer.num_bytes for layer in self.experts.modules() if isinstance(layer, Linear))
 
+    def stack(self) -> None:
+        """On CUDA, move the filled and packed weights of all experts into one tensor for each projection, if their
+        products can then be computed at once. Needs memory for these weights a second time.
+        """
+        experts: list[Expert] = list(self.experts)  # type: ignore[arg-type]
+        gate_up = stacked_product([each.gate_up_proj for each in experts])
+        down = stacked_product([each.down_proj for each in experts])
+        if gate_up is not None and down is not None:
+            self._products = gate_up, down
+            torch.cuda.empty_cache()  # the single weights lay in pieces too small for the next layer's
+
+    def awaits_routing(self, dtype: torch.dtype) -> bool:
+        """Return whether the host reads which experts the tokens chose, so that no CUDA graph can hold a step of this
+        dtype.
+        """
+        return not all(isinstance(each, StackedProduct) and each.takes(dtype) for each in self._products)
+
     def forward(self, x: torch.Tensor, ops: Ops, residual: Residual, deltas: Deltas | None = None) -> torch.Tensor:
         """Return the experts' output for x [T, E]: this rank's rows of the residual stream, summed over the ranks.
 
@@ -158,7 +250,7 @@ class MixtureOfExperts(nn.Module):
     def _outputs(self, rows: torch.Tensor, starts: torch.Tensor, ops: Ops) -> torch.Tensor:
         """Return the experts' outputs for rows sorted by expert."""
         gate_up, down = self._products
-        if gate_up is not None and down is not None and gate_up.takes(rows.dtype):
+        if gate_up is not None and down is not None and gate_up.takes(rows.dtype) and down.takes(rows.dtype):
             return down(ops.gate(gate_up(rows, starts)), starts)
         outputs = torch.empty_like(rows)
         for expert, (first, end) in zip(self.experts, pairwise(starts.tolist()), strict=True):
@@ -167,8 +259,10 @@ class MixtureOfExperts(nn.Module):
         return outputs
 
     @functools.cached_property
-    def _products(self) -> tuple[GroupedProduct | None, GroupedProduct | None]:
-        """Return the products of all experts at once, where kernels support that. Call after the weights are loaded."""
+    def _products(self) -> tuple[Product | None, Product | None]:
+        """Return the products of all experts at once, where kernels support that. Call after the weights are loaded,
+        and after `stack`, which sets them on CUDA.
+        """
         experts: list[Expert] = list(self.experts)  # type: ignore[arg-type]
         gate_ups, downs = zip(*((each.gate_up_proj.matrix, each.down_proj.matrix) for each in experts), strict=True)
         return grouped_product(gate_ups), grouped_product(downs)

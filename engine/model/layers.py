@@ -348,6 +348,11 @@ class Linear(Layer):
         self._matrix = matrix
         del self.weight
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the outputs are one product with the plain weight, in whatever batch, and no bias is added."""
+        return self._matrix is None and self._tiled is None and self.bias is None
+
     def round_inputs(self, bits: int) -> None:
         """Let kernels round the inputs of quantized weights to `bits` bits; nothing for plain weights or a head.
 

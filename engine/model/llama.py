@@ -332,7 +332,22 @@ class LlamaDecoder(nn.Module):
     @property
     def has_experts(self) -> bool:
         """Return whether the work of a step depends on the experts that its tokens choose."""
-        return any(isinstance(module, MixtureOfExperts) for module in self.modules())
+        return bool(self._mixtures)
+
+    def stack_experts(self) -> None:
+        """On CUDA, prepare the filled layers to compute all of their experts at once, where that works."""
+        for mixture in self._mixtures:
+            mixture.stack()
+
+    def awaits_routing(self, dtype: torch.dtype) -> bool:
+        """Return whether the host reads which experts the tokens chose, so that no CUDA graph can hold a step of this
+        dtype.
+        """
+        return any(mixture.awaits_routing(dtype) for mixture in self._mixtures)
+
+    @property
+    def _mixtures(self) -> list[MixtureOfExperts]:
+        return [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
 
     @property
     def head(self) -> Packed | None:

@@ -45,7 +45,7 @@ class Routing(NamedTuple):
     """T * C rows, sorted by expert and then by token."""
 
     tokens: torch.Tensor  # [T * C] int64: token of each row
-    starts: torch.Tensor  # [N + 1] int32, in host memory: rows starts[n] up to starts[n + 1] are for expert n
+    starts: torch.Tensor  # [N + 1] int32: rows starts[n] up to starts[n + 1] are for expert n
     places: torch.Tensor  # [T, C] int64: a token's rows, the likeliest expert's first
     weights: torch.Tensor  # [T, C] float32: weights of these rows
 
@@ -120,9 +120,9 @@ class Ops:
     def route(self, logits: torch.Tensor, num_chosen: int, is_normalized: bool) -> Routing:
         """Choose num_chosen experts for each token: the likeliest by the softmax, in float32, of its logits [T, N].
 
-        If `is_normalized`, a token's weights sum to 1. A token's routing depends on that token alone.
+        If `is_normalized`, a token's weights sum to 1. A token's routing depends on that token alone. The host does not
+        wait for a device.
         """
-        num_experts = logits.shape[1]
         weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(num_chosen)
         if is_normalized:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -130,8 +130,8 @@ class Ops:
         order = experts.argsort(stable=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
-        counts = experts.bincount(minlength=num_experts).cpu()
-        starts = functional.pad(counts.cumsum(0), (1, 0)).int()
+        numbers = torch.arange(logits.shape[1] + 1, device=order.device)
+        starts = torch.searchsorted(experts[order], numbers, out_int32=True)
         return Routing(order // num_chosen, starts, places.view_as(chosen), weights)
 
     def mix(self, rows: torch.Tensor, routing: Routing, shared: Shared | None) -> torch.Tensor:

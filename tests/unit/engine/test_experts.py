@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from engine.build import build_engine
-from engine.model.experts import GroupedProduct, MixtureOfExperts
+from engine.model.experts import GroupedProduct, MixtureOfExperts, StackedProduct
+from engine.model.layers import Linear
 from engine.native.library import ENVIRONMENT, OFF
 from engine.native.linear import best_variant
 from engine.native.linear_library import best_variant as best_quantized_variant
 from engine.parallel import Residual, alone
 from serving_core.errors import ModelError
 from serving_core.settings import EngineSettings
+from serving_core.sharding import whole
 from tests.effort import few
 from tests.lora_adapters import ATTENTION, write_adapter, write_merged
 from tests.tiny_models import VOCAB_SIZE
@@ -47,6 +49,7 @@ MODELS = {  # beside those of tests.transformers_models, which other tests try t
     ),
 }
 BLOCK_SIZE = 8
+SPANS = (slice(3), slice(3, 3), slice(3, 8), slice(8, 9))  # rows of four experts
 KINDS = [
     {"dtype": "float32"},
     {"dtype": "bfloat16", "quantization": "int8"},
@@ -171,6 +174,23 @@ def test_two_ranks_answer_as_transformers_and_divide_the_experts(name, folder_of
     assert found == generated(folder_of(name), PROMPTS, NUM_TOKENS, found)
     whole = load(folder_of(name)).weight_bytes
     assert all(0.4 * whole < rank[name]["weight_bytes"] < 0.65 * whole for rank in facts)
+
+
+@torch.inference_mode()
+def test_stacked_weights_are_multiplied_as_each_by_itself():
+    random = torch.Generator().manual_seed(2)
+    layers = [Linear(whole(24), {"down_proj": whole(40)}, bias=False) for _ in range(4)]
+    weights = [torch.randn((40, 24), generator=random).bfloat16() for _ in layers]
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    product, rows = StackedProduct(layers), torch.randn((9, 24), generator=random).bfloat16()
+    assert (product.takes(torch.bfloat16), product.takes(torch.float32)) == (True, False)
+    outputs = product(rows, torch.tensor([0, 3, 3, 8, 9], dtype=torch.int32))  # the second has none
+    expected = [rows[span].double() @ weight.double().T for span, weight in zip(SPANS, weights, strict=True)]
+    torch.testing.assert_close(outputs.double(), torch.cat(expected), atol=0.03, rtol=0.01)
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights, strict=True))
+    layers[2].pack(8)
+    assert not product.takes(torch.bfloat16), "one of them computes otherwise"
 
 
 def test_weights_of_another_size_are_refused(tmp_path):
