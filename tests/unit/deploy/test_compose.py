@@ -13,10 +13,14 @@ import yaml
 from coordinator.settings import CoordinatorSettings, check_settings
 from kv_transfer.transports.zmq import WILDCARDS
 from serving_core.flags import ENV_PREFIX, fields_of, settings_command
+from serving_node.process import node_command
 from serving_node.settings import check_network, is_encrypted
 from splitserve.commands.certs import certs
+from splitserve.commands.engines import with_engine
 from splitserve.launch.cluster import ROOMS, ClusterSettings, Place, flat, plan_cluster
 from splitserve.launch.models import LocalModel
+from splitserve_vllm.seam import TESTED
+from splitserve_vllm.settings import check_vllm_flags
 from tests.tls_kit import authority
 
 ROOT = Path(__file__).parents[3]
@@ -24,6 +28,9 @@ DEPLOY = ROOT / "deploy"
 FILES = ("docker-compose.yml", "docker-compose.v2.yml", "docker-compose.tls.yml")
 TEXTS = {name: (DEPLOY / name).read_text() for name in FILES}
 COMPOSE, V2, TLS = (yaml.safe_load(text) for text in TEXTS.values())
+VLLM_TEXT = (DEPLOY / "docker-compose.vllm.yml").read_text()
+VLLM = yaml.safe_load(VLLM_TEXT)
+VLLM_DOCKERFILE = (DEPLOY / "Dockerfile.vllm").read_text()
 VARIABLE = re.compile(r"(?<!\$)\$\{(\w+):?-([^}]*)\}")
 SERVICES = COMPOSE["services"]
 ROLES = {room.role: room for room in ROOMS}
@@ -180,7 +187,7 @@ def test_secrets_are_files_and_only_the_coordinator_and_who_looks_at_it_know_the
 def test_the_example_has_every_variable_with_its_default():
     example = re.findall(r"^#?([A-Z0-9_]+)=(.*)$", (DEPLOY / ".env.example").read_text(), re.MULTILINE)
     ours = {name: value for name, value in example if not name.startswith("COMPOSE_")}
-    used = [pair for text in TEXTS.values() for pair in VARIABLE.findall(text)]
+    used = [pair for text in (*TEXTS.values(), VLLM_TEXT) for pair in VARIABLE.findall(text)]
     assert ours == dict(used)
     assert len(set(used)) == len(ours)
     compose = {name: value for name, value in example if name.startswith("COMPOSE_")}
@@ -198,7 +205,7 @@ def test_the_images_arguments_have_the_dockerfiles_defaults():
 
 def test_old_and_new_compose_take_the_files():
     """1.29 refuses a file that has what it does not know; what is only for newer ones is in a file of its own."""
-    for file in (COMPOSE, TLS):
+    for file in (COMPOSE, TLS, VLLM):
         assert not {"name", "version"} & set(file)
         assert {key for service in file["services"].values() for key in service} <= OLD_KEYS
         checks = [service["healthcheck"] for service in file["services"].values() if "healthcheck" in service]
@@ -233,12 +240,44 @@ def test_each_role_sees_its_own_private_key_alone():
     assert {"--out", "--host"} <= {name for option in certs.params for name in option.opts}
 
 
+@pytest.mark.parametrize("name", ["prefill-gpu", "decode-gpu"])
+def test_one_more_file_has_vllm_on_the_gpus(name, tmp_path, monkeypatch):
+    role, *words = map(interpolated, VLLM["services"][name]["command"])
+    environment = {key: interpolated(value) for key, value in SERVICES[name]["environment"].items()}
+    (tmp_path / "fleet_secret").write_text("the fleet_secret\n")
+    environment = {key: value.replace(SECRETS, f"{tmp_path}/") for key, value in environment.items()}
+    monkeypatch.setattr(os, "environ", environment)
+    command, arguments = with_engine(role, node_command(role), words)
+    seen = []
+    monkeypatch.setattr("splitserve_vllm.process.run_node", lambda *given: seen.append(given))
+    command.main(arguments, standalone_mode=False)
+    [(started_as, settings, flags)] = seen
+    assert started_as == role == name.removesuffix("-gpu")
+    assert (settings.link.fleet_secret, settings.link.coordinator) == ("the fleet_secret", "coordinator:50052")
+    assert (settings.kv_bind, settings.health_port) == ("tcp://eth0:*", 50053)
+    check_vllm_flags(flags)
+    assert flags == ("--max-model-len", "8192")
+
+
+def test_the_image_of_vllm_is_of_a_tested_version_and_has_every_package():
+    assert VLLM["services"]["prefill-gpu"]["build"] == VLLM["services"]["decode-gpu"]["build"]
+    build = VLLM["services"]["prefill-gpu"]["build"]
+    base = interpolated(build["args"]["VLLM"])
+    assert f"ARG VLLM={base}\n" in VLLM_DOCKERFILE
+    assert base.rpartition(":v")[2] in TESTED
+    copied = set(re.findall(r"^COPY (\w+) \w+$", VLLM_DOCKERFILE, re.M))
+    assert copied == {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert re.findall(r"^USER (\S+)$", VLLM_DOCKERFILE, re.M) == ["10001"]
+    kept_in = dict(re.findall(r"(\w+)=(/triton\S*)", VLLM_DOCKERFILE))
+    assert set(kept_in) == {"VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+
+
 DEADLINE_S = 60.0
 COMPOSES = (["docker", "compose"], ["docker-compose"])
 
 
 @pytest.mark.parametrize("words", COMPOSES, ids=" ".join)
-@pytest.mark.parametrize("files", [FILES[:1], FILES[::2], FILES])
+@pytest.mark.parametrize("files", [FILES[:1], FILES[::2], FILES, (FILES[0], "docker-compose.vllm.yml")])
 def test_compose_itself_takes_the_files(files, words):
     version = _version(words)
     if not version:
