@@ -16,11 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.platforms import current_platform
 
 from serving_core.errors import SettingsError
+from serving_core.process import failpoints
 from serving_core.process.child import die_with
 from splitserve_vllm.scheduling import Scheduling, StepTransfers
-from splitserve_vllm.store import VllmStore
+from splitserve_vllm.settings import OUR_ORDER
+from splitserve_vllm.store import OrderedStore, VllmStore, places_in_block
 from splitserve_vllm.worker import Worker
 
 KVConnectorMetadata.register(StepTransfers)
@@ -37,6 +40,8 @@ class SplitServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         block_size = vllm_config.cache_config.block_size
         self._scheduling = Scheduling(block_size)
         self._worker: Worker | None = None
+        if role is KVConnectorRole.WORKER:
+            failpoints.arm()  # tests stop it in the middle of a transfer
         self._block_size = block_size
 
     @classmethod
@@ -47,8 +52,11 @@ class SplitServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # ---- in a worker ----
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        config = self._kv_transfer_config.kv_connector_extra_config
         store = VllmStore(kv_caches, self._block_size)
-        self._worker = Worker(store, self._kv_transfer_config.kv_connector_extra_config)
+        if config["kv_order"] == OUR_ORDER:
+            store = OrderedStore(kv_caches, self._block_size, _places(next(iter(kv_caches.values()))))
+        self._worker = Worker(store, config)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -96,3 +104,14 @@ class SplitServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduling.finished(request, bool(block_ids)), None
+
+
+def _places(cache: torch.Tensor) -> torch.Tensor:
+    """Return where vLLM's kernels have each value of a block. Raises SettingsError for a layout that is not known."""
+    if cache.device.type != "cpu" or cache.dim() != 4:
+        raise SettingsError("--kv-order splitserve is for vLLM on CPUs, with K and V by head")
+
+    def pack(block: torch.Tensor) -> None:
+        current_platform.pack_kv_cache(kv_cache=block, indices=torch.tensor([0]))
+
+    return places_in_block(cache.shape[1:], cache.dtype, pack)

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 from kv_transfer.descriptor import TransferDescriptor
@@ -26,7 +27,7 @@ from serving_core.tasks import first_to_end
 from serving_node.ranks.leading import Followers
 from splitserve_vllm.prefixes import CachedPrefixes
 from splitserve_vllm.sampling import finish_of, sampling_fields, token_of
-from splitserve_vllm.scheduling import RECEIVE, SEND
+from splitserve_vllm.scheduling import RECEIVE, SEND, SENDERS
 from splitserve_vllm.seam import Stats, Token, VllmFacts
 
 logger = logging.getLogger(__name__)
@@ -209,7 +210,9 @@ class VllmNode:
         if reserve.num_tokens_ahead:
             self._refuse(reserve.job.attempt, "no sequence migrates to a node with vLLM")
         else:
-            self._begin(reserve.job, self._decode_alone if reserve.local_prefill else self._decode)
+            senders = max(1, reserve.prefill_tp_size), max(1, reserve.prefill_pp_size)
+            decode = partial(self._decode, senders=senders)
+            self._begin(reserve.job, self._decode_alone if reserve.local_prefill else decode)
 
     def detached(self) -> None:
         """End every attempt: the coordinator is gone."""
@@ -424,10 +427,10 @@ class VllmNode:
             for each in waits:
                 each.cancel()
 
-    async def _decode(self, attempt: _Attempt) -> None:
-        """Decode a prompt that another node prefills."""
+    async def _decode(self, attempt: _Attempt, senders: tuple[int, int]) -> None:
+        """Decode a prompt that a node with these tensor-parallel ranks and stages prefills."""
         request = attempt.request
-        outputs = self._generate(attempt, {RECEIVE: request.epoch}, adds=False)
+        outputs = self._generate(attempt, {RECEIVE: request.epoch, SENDERS: senders}, adds=False)
         try:
             first = asyncio.ensure_future(anext(outputs))
             try:

@@ -17,8 +17,8 @@ import zmq.asyncio
 from kv_transfer.descriptor import endpoint_of, host_of
 from serving_core.errors import RankLost, SettingsError
 from serving_core.flags import settings_command
-from serving_core.model_files.config import read_model_config
-from serving_core.model_files.fingerprint import model_facts
+from serving_core.model_files.config import ModelConfig, read_model_config
+from serving_core.model_files.fingerprint import fingerprint, model_facts
 from serving_core.net.descriptors import kept_spares
 from serving_core.net.ports import Port, SocketFolder, check_exposure, check_ports, is_loopback
 from serving_core.net.tls import CLIENT, check_purpose
@@ -31,7 +31,7 @@ from serving_node.link import FleetLink
 from serving_node.ranks.leading import Followers, end_at_once
 from splitserve_vllm.node import VllmNode
 from splitserve_vllm.seam import Stats, Vllm, VllmFacts, check_vllm, release
-from splitserve_vllm.settings import VllmSettings, check_vllm_flags
+from splitserve_vllm.settings import OUR_ORDER, VllmSettings, check_vllm_flags
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ async def serve_node(settings: VllmSettings, vllm_flags: Sequence[str], role: st
                 workers,
                 link,
                 StepRates(prefill_tokens_per_s),
-                fingerprint=_fingerprint(folder, config, engine.facts),
+                fingerprint=_fingerprint(settings, folder, config, engine.facts),
                 numerics={"engine": f"vllm {release()}", "device": engine.facts.device, "machine": platform.machine()},
                 eos_token_ids=tuple(config.eos_token_ids),
                 max_num_queued=settings.max_num_queued,
@@ -149,6 +149,7 @@ def _for_connector(settings: VllmSettings, meeting: bytes) -> dict[str, Any]:
     return {
         "meeting": meeting.hex(),
         "kv_bind": settings.kv_bind,
+        "kv_order": settings.kv_order,
         "kv_shared_memory": settings.kv_shared_memory,
         "is_encrypted": bool(settings.link.tls.tls_ca) and not _is_local(settings),
         "transfer_timeout_s": settings.transfer_timeout_s,
@@ -169,8 +170,12 @@ async def _warm_up(engine: Vllm) -> float:
     return num_tokens / seconds
 
 
-def _fingerprint(folder: Path, config: Any, facts: VllmFacts) -> dict[str, str]:
+def _fingerprint(settings: VllmSettings, folder: Path, config: ModelConfig, facts: VllmFacts) -> dict[str, str]:
     """Return what must be equal on all nodes of a fleet: the model, and the bytes of a KV block."""
+    if settings.kv_order == OUR_ORDER:  # that of a node with our engine
+        layout = config.kv_layout(facts.block_size, facts.dtype)
+        ours = fingerprint(folder, config, layout, facts.dtype, facts.quantization)
+        return {**ours, "kv_transport": "zmq"}
     return {
         **model_facts(folder, config),
         "engine": "vllm",

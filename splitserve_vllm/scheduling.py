@@ -12,6 +12,8 @@ from splitserve_vllm.sampling import TRANSFER
 SEND: Final = "splitserve_send"
 RECEIVE: Final = "splitserve_receive"
 """Keys of a request's transfer parameters; the value is the epoch of the attempt."""
+SENDERS: Final = "splitserve_senders"
+"""Key beside RECEIVE: the tensor-parallel size and the number of stages of the node that sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class Load:
     block_ids: list[int]
     num_cached_blocks: int  # of them, which need no transfer
     num_tokens: int
+    prefill_tp: int = 1  # of the node that sends, as is the next
+    prefill_pp: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,11 @@ class Scheduling:
         num_blocks = -(-num_tokens // self._block_size)
         num_cached = (num_tokens - num_external_tokens) // self._block_size
         self._loaded.add(request.request_id)
-        epoch = _params(request)[RECEIVE]
-        load = Load(epoch, request.request_id, list(block_ids[:num_blocks]), num_cached, num_tokens)
+        params = _params(request)
+        tp_size, pp_size = params.get(SENDERS, (1, 1))
+        load = Load(
+            params[RECEIVE], request.request_id, list(block_ids[:num_blocks]), num_cached, num_tokens, tp_size, pp_size
+        )
         self._next.loads.append(load)
 
     def step(self, output: Any) -> StepTransfers:

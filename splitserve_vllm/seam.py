@@ -26,6 +26,7 @@ ASSUMED: Final[Mapping[tuple[str, str], Sequence[str]]] = {
     ("vllm.v1.engine.async_llm", "AsyncLLM.generate"): ("prompt", "sampling_params", "request_id"),
     ("vllm.v1.engine.async_llm", "AsyncLLM.shutdown"): ("timeout",),
     ("vllm.v1.metrics.loggers", "StatLoggerBase.record"): ("scheduler_stats", "iteration_stats"),
+    ("vllm.platforms.cpu", "CpuPlatform.pack_kv_cache"): ("kv_cache", "indices"),
     (BASE, "KVConnectorBase_V1.__init__"): ("vllm_config", "role", "kv_cache_config"),
     (BASE, "KVConnectorBase_V1.register_kv_caches"): ("kv_caches",),
     (BASE, "KVConnectorBase_V1.bind_connector_metadata"): ("connector_metadata",),

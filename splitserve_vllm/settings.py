@@ -10,6 +10,10 @@ from serving_node.link import LinkSettings
 OWN_FLAGS: Final = ("--model", "--kv-transfer-config", "--kv-events-config", "--skip-tokenizer-init", "--tokenizer")
 """Flags of vLLM that the node sets itself."""
 
+VLLM_ORDER: Final = "vllm"
+OUR_ORDER: Final = "splitserve"
+"""Orders of the values in a KV block that is sent."""
+
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
@@ -22,6 +26,12 @@ class VllmSettings:
         "",
         "Listen for KV blocks at this endpoint: tcp://HOST:PORT or ipc://PATH. HOST may be an interface, PORT * for "
         "any free one: tcp://eth0:*. Default: within this machine.",
+    )
+    kv_order: str = flag(
+        VLLM_ORDER,
+        "Send KV blocks as vLLM has them (vllm), or, on CPUs, in the order of SplitServe's engine, with whose nodes "
+        "this one then shares a fleet (splitserve).",
+        choices=(VLLM_ORDER, OUR_ORDER),
     )
     kv_shared_memory: bool = flag(
         True, "Send KV blocks through shared memory to nodes of the same machine that allow it too."

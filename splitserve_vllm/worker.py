@@ -228,7 +228,8 @@ class WorkerTransfers(RankTransfers):
             descriptor = TransferDescriptor.draw(
                 epoch=load.epoch,
                 layout=self._receiver.store.layout,
-                prefill_tp=1,
+                prefill_tp=load.prefill_tp,
+                prefill_pp=load.prefill_pp,
                 decode_tp=1,
                 addresses=[self._receiver.address],
                 num_blocks=len(load.block_ids),

@@ -102,6 +102,10 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
         By(_SYSTEM + "test_traces_and_logs.py::test_every_phase_of_a_request_is_in_its_trace"),
     ),
     (
+        r"splitserve (prefill MODEL --engine vllm --kv-order|decode MODEL --dtype)",
+        By(_SYSTEM + "test_vllm_mixed.py::test_answers_through_both_engines_are_those_of_transformers"),
+    ),
+    (
         r"(\.venv-vllm/bin/python -m )?splitserve (prefill|decode) MODEL --engine vllm",
         By(_SYSTEM + "test_vllm.py::test_answers_are_those_of_transformers"),
     ),

@@ -95,8 +95,10 @@ class Child:
         python: str = sys.executable,
         num_descriptors: int | None = None,
         prefix: Sequence[str] = (),
+        last: Sequence[str] = (),
     ) -> None:
-        """`num_descriptors` are the most files that it may open, `prefix` what it is started by."""
+        """`num_descriptors` are the most files that it may open, `prefix` what it is started by, `last` its last
+        arguments."""
         self.name = name
         self.log = log
         arguments = [*positional]
@@ -106,6 +108,7 @@ class Child:
                 arguments += (
                     [f"--{'' if each else 'no-'}{spelling}"] if isinstance(each, bool) else [f"--{spelling}", str(each)]
                 )
+        arguments += last
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("SPLITSERVE_")}
         fixed = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         options = {

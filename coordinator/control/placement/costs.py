@@ -331,7 +331,7 @@ class Costs:
 
     def _prefix_fetch(self, source: Node, node: Node) -> PrefixFetch | None:
         """Return the remote prefix fetch that is worth while for the node; None for none."""
-        if source is node:
+        if source is node or node.hello.keeps_sequences:  # a node with vLLM fetches nothing
             return None
         num_left = self._tokens_not_held(source)
         num_fetched = self._to_compute[node] - num_left

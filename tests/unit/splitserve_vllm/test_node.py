@@ -17,7 +17,7 @@ from serving_core.requests import Request, SamplingParams
 from serving_core.shapes import Shape
 from serving_node.ranks.leading import Followers
 from splitserve_vllm.node import VllmNode
-from splitserve_vllm.scheduling import RECEIVE, SEND
+from splitserve_vllm.scheduling import RECEIVE, SEND, SENDERS
 from splitserve_vllm.seam import Stats, Token, VllmFacts
 from tests import fleet_events as events
 
@@ -235,7 +235,7 @@ async def test_a_received_prompt_goes_on_behind_its_first_token():
     packed = world.credited()
     (reserved,) = await world.until("reserved")
     assert reserved.descriptor == packed
-    assert world.engine.calls[0][3] == {RECEIVE: 1}
+    assert world.engine.calls[0][3] == {RECEIVE: 1, SENDERS: (1, 1)}
     world.transferred(tail=convert.to_tail([5], []))
     (committed,) = await world.until("committed")
     saved = LAYOUT.block_bytes

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace as Of
 
-from splitserve_vllm.scheduling import RECEIVE, SEND, Chunk, Load, Scheduling
+from splitserve_vllm.scheduling import RECEIVE, SEND, SENDERS, Chunk, Load, Scheduling
 
 BLOCK = 4
 
@@ -35,6 +35,12 @@ def test_a_prompt_of_another_node_loads_all_that_is_not_cached():
     side.allocated(asked, [8, 3, 5, 9], 6)
     assert side.step(output()).loads == [Load(7, "a", [8, 3, 5], 1, 10)]
     assert side.step(output()).loads == []
+
+
+def test_a_load_knows_the_parallelism_of_who_sends():
+    side = Scheduling(BLOCK)
+    side.allocated(request(**{RECEIVE: 7, SENDERS: (2, 3)}), [8, 3, 5], 10)
+    assert side.step(output()).loads == [Load(7, "a", [8, 3, 5], 0, 10, prefill_tp=2, prefill_pp=3)]
 
 
 def test_other_requests_load_nothing():
