@@ -6,7 +6,7 @@ Everything here runs on the event loop, beside the streams of nodes.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,7 +15,7 @@ import grpc
 
 from coordinator.api.connections import Sheds
 from coordinator.api.control import LocalControl
-from coordinator.api.generation import Generation
+from coordinator.api.generation import Generation, Message
 from coordinator.api.http.middleware import CountCall
 from coordinator.api.messages import (
     Situation,
@@ -121,13 +121,27 @@ class ApiServerLink:
         self._is_over = True
         self._has_news.set()
 
+    def _add(self, call_id: str, messages: Collection[Message]) -> None:
+        """Add the messages of a call to the batch, in order: after the first that is not plain, none is."""
+        batch, is_plain = self._batch, True
+        for message in messages:
+            chunk = message.chunk
+            is_plain = is_plain and chunk is not None and chunk.is_plain
+            if chunk is None or not is_plain:
+                batch.responses.add(request_id=call_id, **message.fields())
+                continue
+            num_tokens, first = len(chunk.token_ids), chunk.first_token_index
+            batch.calls.extend([int(call_id)] * num_tokens)
+            batch.outputs.extend([message.index] * num_tokens)
+            batch.indexes.extend(range(first, first + num_tokens))
+            batch.token_ids.extend(chunk.token_ids)
+
     async def next(self) -> api_servers_pb2.ApiServerBatch | None:
         """Wait for messages, and return the batch of all that came since the last batch; None after `end`."""
         await self._has_news.wait()
         awake, self._awake = self._awake, {}
         for generation, call_id in awake.items():
-            for message in generation.take_all():
-                self._batch.responses.add(request_id=call_id, **message.fields())
+            self._add(call_id, generation.take_all())
             if generation.error is not None:
                 self.failed(call_id, generation.error)
         batch, self._batch = self._batch, api_servers_pb2.ApiServerBatch()

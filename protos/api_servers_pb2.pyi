@@ -168,18 +168,26 @@ class CallError(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ApiServerBatch(_message.Message):
-    __slots__ = ("number", "fleet", "begun", "responses", "failed")
+    __slots__ = ("number", "fleet", "begun", "responses", "failed", "calls", "outputs", "indexes", "token_ids")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FLEET_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     RESPONSES_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     number: int
     fleet: FleetState
     begun: _containers.RepeatedScalarFieldContainer[str]
     responses: _containers.RepeatedCompositeFieldContainer[_inference_pb2.GenerateResponse]
     failed: _containers.RepeatedCompositeFieldContainer[FailedCall]
-    def __init__(self, number: _Optional[int] = ..., fleet: _Optional[_Union[FleetState, _Mapping]] = ..., begun: _Optional[_Iterable[str]] = ..., responses: _Optional[_Iterable[_Union[_inference_pb2.GenerateResponse, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[FailedCall, _Mapping]]] = ...) -> None: ...
+    calls: _containers.RepeatedScalarFieldContainer[int]
+    outputs: _containers.RepeatedScalarFieldContainer[int]
+    indexes: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, number: _Optional[int] = ..., fleet: _Optional[_Union[FleetState, _Mapping]] = ..., begun: _Optional[_Iterable[str]] = ..., responses: _Optional[_Iterable[_Union[_inference_pb2.GenerateResponse, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[FailedCall, _Mapping]]] = ..., calls: _Optional[_Iterable[int]] = ..., outputs: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FailedCall(_message.Message):
     __slots__ = ("id", "error")

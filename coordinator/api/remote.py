@@ -75,23 +75,13 @@ class _Output:
     first_s: float  # time of the first token; 0 before it
     has_ended: bool
 
-    def take(self, chunk: inference_pb2.Chunk) -> None:
+    def take(self, chunk: Chunk) -> None:
         """Take the next tokens. Raises RequestError for a slow reader, and where they do not follow the ones before."""
         check_follows(chunk.first_token_index, len(self.token_ids))
-        token_ids = list(chunk.token_ids)
-        self.token_ids += token_ids
+        self.token_ids += chunk.token_ids
         self.finish_reason = chunk.finish_reason
         self.first_s = self.first_s or time.monotonic()
-        self.answer.add(
-            Chunk(
-                chunk.first_token_index,
-                token_ids,
-                logprobs=chunk.logprobs,
-                prompt_logprobs=chunk.prompt_logprobs,
-                cached_tokens=chunk.cached_tokens if chunk.HasField("cached_tokens") else None,
-                finish_reason=chunk.finish_reason,
-            )
-        )
+        self.answer.add(chunk)
 
     def end(self, complete: inference_pb2.Complete) -> None:
         self.has_ended = True
@@ -412,9 +402,14 @@ class RemoteControl:
         for call_id in batch.begun:
             if (call := self._calls.get(call_id)) is not None:
                 self._begun(call)
+        plain = zip(batch.calls, batch.outputs, batch.indexes, batch.token_ids, strict=True)
+        for number, index, token_index, token_id in plain:
+            self._chunk(str(number), index, Chunk(token_index, [token_id]))
         for response in batch.responses:
-            if (call := self._calls.get(response.request_id)) is not None and call.is_attached:
-                self._response(response.request_id, call, response)
+            if response.HasField("chunk"):
+                self._chunk(response.request_id, response.index, _chunk_from_wire(response.chunk))
+            elif (output := self._output(response.request_id, response.index)) is not None:
+                output.end(response.complete)
         for failed in batch.failed:
             if (call := self._calls.get(failed.id)) is not None:
                 self._failed(call, error_from_wire(failed.error))
@@ -424,23 +419,25 @@ class RemoteControl:
         if not call.admitted.done():
             call.admitted.set_result(None)
 
-    def _response(self, call_id: str, call: _Call, response: inference_pb2.GenerateResponse) -> None:
-        output = call.outputs[response.index]
-        if output.has_ended:
-            return
-        if response.HasField("complete"):
-            output.end(response.complete)
-            return
-        if output.answer.matched_stop is not None:
+    def _output(self, call_id: str, index: int) -> _Output | None:
+        """Return an output of an attached call that has not ended."""
+        if (call := self._calls.get(call_id)) is None or not call.is_attached:
+            return None
+        output = call.outputs[index]
+        return None if output.has_ended else output
+
+    def _chunk(self, call_id: str, index: int, chunk: Chunk) -> None:
+        output = self._output(call_id, index)
+        if output is None or output.answer.matched_stop is not None:
             return
         try:
-            output.take(response.chunk)
+            output.take(chunk)
         except RequestError as error:
-            call.fail(error)
+            self._calls[call_id].fail(error)
             self._send(failed=api_servers_pb2.FailedCall(id=call_id, error=error_to_wire(error)))
             return
         if output.answer.matched_stop is not None:
-            self._send(stopped=api_servers_pb2.OutputStopped(id=call_id, index=response.index))
+            self._send(stopped=api_servers_pb2.OutputStopped(id=call_id, index=index))
 
     def _failed(self, call: _Call, error: RequestError) -> None:
         """End a call, or have it resumed again where that may help."""
@@ -453,6 +450,17 @@ class RemoteControl:
     def _resume(self, call: _Call) -> None:
         if not call.is_attached and call.wire.id in self._calls:
             self._send(call=call.to_wire(time.monotonic()))
+
+
+def _chunk_from_wire(wire: inference_pb2.Chunk) -> Chunk:
+    return Chunk(
+        wire.first_token_index,
+        list(wire.token_ids),
+        logprobs=wire.logprobs,
+        prompt_logprobs=wire.prompt_logprobs,
+        cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,
+        finish_reason=wire.finish_reason,
+    )
 
 
 def _details(error: Exception) -> str:

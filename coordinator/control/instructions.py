@@ -39,6 +39,12 @@ class Chunk:
     cached_tokens: int | None = None
     finish_reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_UNSPECIFIED
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the tokens are all there is."""
+        has_logprobs = self.logprobs or self.prompt_logprobs
+        return not (has_logprobs or self.text or self.finish_reason or self.cached_tokens is not None)
+
     def append(self, more: "Chunk") -> None:
         """Append the chunk that follows."""
         self.token_ids += more.token_ids

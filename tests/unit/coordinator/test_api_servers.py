@@ -135,7 +135,8 @@ def next_batch(link):
 
 def told(batch):
     """Chunks by call and sequence."""
-    return [
+    plain = zip(batch.calls, batch.outputs, batch.indexes, batch.token_ids, strict=True)
+    return [(str(call), index, first, [token_id]) for call, index, first, token_id in plain] + [
         (each.request_id, each.index, each.chunk.first_token_index, list(each.chunk.token_ids))
         for each in batch.responses
         if each.HasField("chunk")
@@ -151,7 +152,20 @@ def test_steps_that_wait_for_the_api_server_travel_together(link):
         first.add(chunk_of(sampled(token_id, first_index=index), None))
     other.add(chunk_of(sampled(7), None))
     second.add(chunk_of(sampled(19, 20), None))
-    assert told(next_batch(link)) == [("5", 0, 1, [9, 10]), ("5", 1, 0, [19, 20]), ("6", 0, 0, [7])]
+    assert told(next_batch(link)) == [
+        *(("5", 0, 1, [9]), ("5", 0, 2, [10]), ("5", 1, 0, [19]), ("5", 1, 1, [20])),
+        ("6", 0, 0, [7]),
+    ]
+    second.end(inference_pb2.Complete(completion_tokens=2))
+    assert [each.request_id for each in next_batch(link).responses] == ["5"]
+
+
+def test_nothing_overtakes_a_message_that_is_more_than_its_tokens(link):
+    first, second = outputs_of(link)
+    first.add(chunk_of(sampled(8), 3))
+    second.add(chunk_of(sampled(9), None))
+    first.add(chunk_of(sampled(10, first_index=1), None))
+    assert told(next_batch(link)) == [("5", 0, 0, [8]), ("5", 1, 0, [9]), ("5", 0, 1, [10])]
 
 
 def test_a_token_is_told_with_all_that_belongs_to_it(link):
