@@ -45,6 +45,7 @@ from serving_core.version import VERSION
 logger = logging.getLogger(__name__)
 
 NOT_TRIED: Final = "--batch-invariant tries products of torch out at the start, and not all weights are there then"
+MODULES: Final = "modules"  # decode steps are computed module after module
 MOST_TOLD_CHARS: Final = 64  # characters of one fact that ranks compare
 
 
@@ -84,12 +85,8 @@ def build_engine(settings: EngineSettings, group: RankGroup | None = None, num_k
     program = None
     if config.embedder is None:
         program = _choose_program(part, model, attention, num_blocks, exact=is_batch_invariant)
-    description = _describe(part, model, attention)
-    of_bits = {
-        **description,
-        "program": type(program).__name__,
-        "is_batch_invariant": "yes" if is_batch_invariant else "no",
-    }
+    description = _describe(part, model, attention, program)
+    of_bits = {**description, "is_batch_invariant": "yes" if is_batch_invariant else "no"}
     return Engine(
         config=config,
         group=group,
@@ -322,7 +319,7 @@ def _can_hold_remote_kv(part: _Part, model: Model, attention: Attention) -> bool
     return part.group.size == 1 and model.windows == {None} and TILE_KEYS % part.layout.block_size == 0
 
 
-def _describe(part: _Part, model: Model, attention: Attention) -> dict[str, str]:
+def _describe(part: _Part, model: Model, attention: Attention, program: DecodeProgram | None) -> dict[str, str]:
     settings, device, tp_size = part.settings, part.device, part.tp_size
     offloaded = model.offloaded if isinstance(model, LlamaDecoder) else None
     return {
@@ -330,6 +327,7 @@ def _describe(part: _Part, model: Model, attention: Attention) -> dict[str, str]
         "dtype": part.dtype_name,
         "quantization": quantization_name(settings.quantization, part.config.stored_quantization),
         "attention": attention.name,
+        "program": MODULES if program is None else program.name,
         "threads": str(torch.get_num_threads()),
         "tp_size": str(tp_size),
         "pp_size": str(settings.pipeline_parallel_size),

@@ -44,6 +44,8 @@ Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 class StaticDecode:
     """Computes decode steps of one token per request at fixed sizes and addresses. Run in inference mode."""
 
+    name = "CUDA graphs"
+
     def __init__(
         self, decoder: LlamaDecoder, attention: Attention, num_blocks: int, max_model_len: int, capture: Capture
     ) -> None:

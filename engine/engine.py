@@ -83,9 +83,13 @@ class Model(Protocol):
 class DecodeProgram(Protocol):
     """Computes whole decode steps of one decoder over one pool at once, instead of one module after the other.
 
+    `name` says in descriptions how.
+
     Native kernels give the decoder's logits to the bit; CUDA graphs only as far as kernels for other numbers of rows
     agree, unless they were required to be exact.
     """
+
+    name: str
 
     def plan(self, batch: ForwardBatch) -> Any | None:
         """Prepare what `run` needs for this batch; return None if the program does not compute such batches.

@@ -65,6 +65,8 @@ class NativeDecode:
     Uses torch's number of threads.
     """
 
+    name = "native"
+
     def __init__(self, decoder: LlamaDecoder, attention: NativeAttention) -> None:
         """Record a decoder that is_recordable."""
         assert isinstance(decoder.ops, NativeOps)

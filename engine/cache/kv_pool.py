@@ -24,22 +24,31 @@ from serving_core.process.memory import available_bytes
 from serving_core.settings import EngineSettings
 from serving_core.units import size_of
 
+MOST_SHARED: Final = 0.9  # of a device's memory, of all processes on it; their contexts take the rest
+
 
 def device_room(settings: EngineSettings, device: torch.device, num_kept_bytes: int) -> int:
     """Return the bytes of CUDA memory that --gpu-memory-utilization leaves for the KV pool.
 
     Loaded weights and `num_kept_bytes` are subtracted. Returns 0 on a CPU, or if other settings give the pool's size.
-    Raises SettingsError if nothing is left.
+    Raises SettingsError if nothing is left, or if other processes have taken a part of it.
     """
     if device.type != "cuda" or settings.num_kv_blocks or settings.kv_cache_memory_bytes:
         return 0
-    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.empty_cache()  # what loading has freed
+    free, total = torch.cuda.mem_get_info(device)
     share = int(total * settings.gpu_memory_utilization)
     taken = torch.cuda.memory_allocated(device) + num_kept_bytes
     if taken >= share:
         raise SettingsError(
             f"--gpu-memory-utilization {settings.gpu_memory_utilization:g} of {size_of(total)} leaves nothing for KV "
             f"beside {size_of(taken)} of weights"
+        )
+    if share - taken > free:
+        raise SettingsError(
+            f"--gpu-memory-utilization {settings.gpu_memory_utilization:g} of {size_of(total)} asks for "
+            f"{size_of(share - taken)} of KV, and {size_of(free)} are free: processes that share a device each take a "
+            f"share of it, two of them at most {MOST_SHARED / 2:g} each"
         )
     return share - taken
 

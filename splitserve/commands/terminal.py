@@ -189,8 +189,16 @@ def _node_row(load: NodeLoad, info: NodeInfo | None) -> tuple[str, ...]:
         _ranks_text(engine) or str(max(1, len(load.ranks))),
         f"{load.rss_bytes / MIB:.0f}",
         shape_text(load.shape),
-        escape(engine.get("attention", "")) + (", batch-invariant" if engine.get("batch_invariant") == "yes" else ""),
+        _kernels_text(engine),
     )
+
+
+def _kernels_text(engine: Mapping[str, str]) -> str:
+    """Return the attention backend, whether the node is batch-invariant, and whether a GPU does without CUDA graphs."""
+    text = escape(engine.get("attention", ""))
+    text += ", batch-invariant" if engine.get("batch_invariant") == "yes" else ""
+    has_none = engine.get("device", "cpu") != "cpu" and engine.get("program") == "modules"
+    return text + (", no CUDA graphs" if has_none else "")
 
 
 def _ranks_text(engine: Mapping[str, str]) -> str:

@@ -175,6 +175,14 @@ def test_blocks_travel_over_zmq_from_a_pool_on_the_device(layout, to):
     assert content(target, [0, 7, 8, 4]) == content(source, [5, 1, 2, 3])
 
 
+def test_processes_that_share_a_device_are_told_to_divide_its_memory(tmp_path, monkeypatch):
+    folder, (free, total) = write_tiny_model(tmp_path, "llama"), torch.cuda.mem_get_info()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free // 4, total))
+    settings = EngineSettings(model=str(folder), device="cuda", gpu_memory_utilization=0.9)
+    with pytest.raises(SettingsError, match=r"asks for .* of KV, and .* are free: .* two of them at most 0.45 each"):
+        build_engine(settings)
+
+
 def test_a_pool_takes_what_is_left_of_the_device(tmp_path):
     folder, total = write_tiny_model(tmp_path, "llama"), torch.cuda.mem_get_info()[1]
     given, kept = 64 * 2**20, 16 * 2**20

@@ -35,6 +35,7 @@ def test_what_an_engine_says_of_itself(folder):
         "dtype": "float32",
         "quantization": "none",
         "attention": "portable" if native_library() is None else "native",
+        "program": "modules" if native_library() is None else "native",
         "threads": str(torch.get_num_threads()),
         "tp_size": "1",
         "pp_size": "1",

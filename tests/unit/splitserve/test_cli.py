@@ -111,6 +111,24 @@ def test_status_shows_nodes_and_load(run):
 @pytest.mark.parametrize(
     ("engine", "told"),
     [
+        ({"device": "NVIDIA H200", "attention": "triton", "program": "modules"}, "triton, no CUDA graphs"),
+        ({"device": "NVIDIA H200", "attention": "triton", "program": "CUDA graphs"}, "triton"),
+        (
+            {"device": "cpu", "attention": "native", "program": "modules", "batch_invariant": "yes"},
+            "native, batch-invariant",
+        ),
+    ],
+)
+def test_status_shows_a_gpu_that_does_without_graphs(run, script, engine, told):
+    script.nodes[0].engine.clear()
+    script.nodes[0].engine.update(engine)
+    [row] = [line for line in run("status").stdout.splitlines() if line.startswith("p0 ") and "prefill" in line]
+    assert re.split(" {2,}", row.rstrip())[-1] == told
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
         ({"tp_size": "2", "sequence_parallel_min_tokens": "512"}, "2, SP"),
         ({"tp_size": "2", "pp_size": "3", "sequence_parallel_min_tokens": "512"}, "2, PP 3, SP"),
         ({"tp_size": "2", "pp_size": "1", "sequence_parallel_min_tokens": "0"}, "2"),
