@@ -220,7 +220,10 @@ def _with_measured_layout(part: _Part, model: Model) -> _Part:
         return part
     from engine.transformers_backend.sequences import SequenceDecoder
 
-    return replace(part, model_layout=model.layout, layout=model.layout) if isinstance(model, SequenceDecoder) else part
+    if not isinstance(model, SequenceDecoder):
+        return part
+    whole = model.layout.with_heads(model.layout.num_kv_heads * part.tp_size)
+    return replace(part, model_layout=whole, layout=model.layout)
 
 
 def _load_decoder(part: _Part, shows_progress: bool) -> tuple[LlamaDecoder, int]:

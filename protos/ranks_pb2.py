@@ -26,7 +26,7 @@ from protos import fleet_pb2 as protos_dot_fleet__pb2
 from protos import inference_pb2 as protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/ranks.proto\x12\rsplitserve.v1\x1a\x12protos/fleet.proto\x1a\x16protos/inference.proto\"\xf0\x04\n\x0bRankCommand\x12\'\n\x04step\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.StepPlanH\x00\x12\'\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x15.splitserve.v1.CreditH\x00\x12#\n\x04send\x18\x03 \x01(\x0b\x32\x13.splitserve.v1.SendH\x00\x12\x30\n\x0b\x66inish_send\x18\x04 \x01(\x0b\x32\x19.splitserve.v1.FinishSendH\x00\x12\x38\n\x0f\x63\x61ncel_transfer\x18\x05 \x01(\x0b\x32\x1d.splitserve.v1.CancelTransferH\x00\x12#\n\x04stop\x18\x06 \x01(\x0b\x32\x13.splitserve.v1.StopH\x00\x12,\n\tsend_more\x18\x07 \x01(\x0b\x32\x17.splitserve.v1.SendMoreH\x00\x12%\n\x05\x61\x64mit\x18\x08 \x01(\x0b\x32\x14.splitserve.v1.AdmitH\x00\x12)\n\x07offload\x18\t \x01(\x0b\x32\x16.splitserve.v1.OffloadH\x00\x12\x30\n\x0bload_blocks\x18\n \x01(\x0b\x32\x19.splitserve.v1.LoadBlocksH\x00\x12\x30\n\x0b\x63\x61ncel_load\x18\x0b \x01(\x0b\x32\x19.splitserve.v1.CancelLoadH\x00\x12\x32\n\x0cload_adapter\x18\x0c \x01(\x0b\x32\x1a.splitserve.v1.LoadAdapterH\x00\x12\x36\n\x0eunload_adapter\x18\r \x01(\x0b\x32\x1c.splitserve.v1.UnloadAdapterH\x00\x42\t\n\x07\x63ommand\"\xde\x02\n\tRankEvent\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.splitserve.v1.RankHelloH\x00\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x17.splitserve.v1.RankLoadH\x00\x12+\n\x08\x63redited\x18\x03 \x01(\x0b\x32\x17.splitserve.v1.CreditedH\x00\x12\x36\n\x0etransfer_ended\x18\x04 \x01(\x0b\x32\x1c.splitserve.v1.TransferEndedH\x00\x12,\n\tcaught_up\x18\x05 \x01(\x0b\x32\x17.splitserve.v1.CaughtUpH\x00\x12\'\n\x06loaded\x18\x06 \x01(\x0b\x32\x15.splitserve.v1.LoadedH\x00\x12\x38\n\x0f\x61\x64\x61pter_changed\x18\x07 \x01(\x0b\x32\x1d.splitserve.v1.AdapterChangedH\x00\x42\x07\n\x05\x65vent\"0\n\x08StepPlan\x12$\n\x06shares\x18\x01 \x03(\x0b\x32\x14.splitserve.v1.Share\"\x81\x01\n\x05Share\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x0f\n\x07samples\x18\x05 \x01(\x08\x12\x12\n\nnum_scored\x18\x06 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\">\n\x06\x43redit\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x12\n\ndescriptor\x18\x02 \x01(\x0c\x12\x11\n\tblock_ids\x18\x03 \x03(\r\"\x15\n\x05\x41\x64mit\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"<\n\x04Send\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x12\n\ndescriptor\x18\x02 \x01(\x0c\x12\x11\n\tblock_ids\x18\x03 \x03(\r\",\n\x08SendMore\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\"<\n\nFinishSend\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x0c\n\x04tail\x18\x03 \x01(\x0c\"\x1f\n\x0e\x43\x61ncelTransfer\x12\r\n\x05\x65poch\x18\x01 \x01(\r\"\x06\n\x04Stop\"U\n\x07Offload\x12\x14\n\x0c\x64\x65moted_from\x18\x01 \x03(\r\x12\x12\n\ndemoted_to\x18\x02 \x03(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\r\n\x05slots\x18\x04 \x03(\r\"?\n\nLoadBlocks\x12\x0f\n\x07load_id\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\"\x1d\n\nCancelLoad\x12\x0f\n\x07load_id\x18\x01 \x01(\x04\"M\n\tRankHello\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x12\n\nkv_address\x18\x03 \x01(\t\x12\x0e\n\x06kv_key\x18\x04 \x01(\x0c\"-\n\x08\x43redited\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x12\n\ndescriptor\x18\x02 \x01(\x0c\"\x19\n\x08\x43\x61ughtUp\x12\r\n\x05\x65poch\x18\x01 \x01(\r\"l\n\rTransferEnded\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04tail\x18\x04 \x01(\x0c\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\"+\n\x06Loaded\x12\x0f\n\x07load_id\x18\x01 \x01(\x04\x12\x10\n\x08num_good\x18\x02 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/ranks.proto\x12\rsplitserve.v1\x1a\x12protos/fleet.proto\x1a\x16protos/inference.proto\"\xf0\x04\n\x0bRankCommand\x12\'\n\x04step\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.StepPlanH\x00\x12\'\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x15.splitserve.v1.CreditH\x00\x12#\n\x04send\x18\x03 \x01(\x0b\x32\x13.splitserve.v1.SendH\x00\x12\x30\n\x0b\x66inish_send\x18\x04 \x01(\x0b\x32\x19.splitserve.v1.FinishSendH\x00\x12\x38\n\x0f\x63\x61ncel_transfer\x18\x05 \x01(\x0b\x32\x1d.splitserve.v1.CancelTransferH\x00\x12#\n\x04stop\x18\x06 \x01(\x0b\x32\x13.splitserve.v1.StopH\x00\x12,\n\tsend_more\x18\x07 \x01(\x0b\x32\x17.splitserve.v1.SendMoreH\x00\x12%\n\x05\x61\x64mit\x18\x08 \x01(\x0b\x32\x14.splitserve.v1.AdmitH\x00\x12)\n\x07offload\x18\t \x01(\x0b\x32\x16.splitserve.v1.OffloadH\x00\x12\x30\n\x0bload_blocks\x18\n \x01(\x0b\x32\x19.splitserve.v1.LoadBlocksH\x00\x12\x30\n\x0b\x63\x61ncel_load\x18\x0b \x01(\x0b\x32\x19.splitserve.v1.CancelLoadH\x00\x12\x32\n\x0cload_adapter\x18\x0c \x01(\x0b\x32\x1a.splitserve.v1.LoadAdapterH\x00\x12\x36\n\x0eunload_adapter\x18\r \x01(\x0b\x32\x1c.splitserve.v1.UnloadAdapterH\x00\x42\t\n\x07\x63ommand\"\xde\x02\n\tRankEvent\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.splitserve.v1.RankHelloH\x00\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x17.splitserve.v1.RankLoadH\x00\x12+\n\x08\x63redited\x18\x03 \x01(\x0b\x32\x17.splitserve.v1.CreditedH\x00\x12\x36\n\x0etransfer_ended\x18\x04 \x01(\x0b\x32\x1c.splitserve.v1.TransferEndedH\x00\x12,\n\tcaught_up\x18\x05 \x01(\x0b\x32\x17.splitserve.v1.CaughtUpH\x00\x12\'\n\x06loaded\x18\x06 \x01(\x0b\x32\x15.splitserve.v1.LoadedH\x00\x12\x38\n\x0f\x61\x64\x61pter_changed\x18\x07 \x01(\x0b\x32\x1d.splitserve.v1.AdapterChangedH\x00\x42\x07\n\x05\x65vent\"0\n\x08StepPlan\x12$\n\x06shares\x18\x01 \x03(\x0b\x32\x14.splitserve.v1.Share\"\x94\x01\n\x05Share\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x0f\n\x07samples\x18\x05 \x01(\x08\x12\x12\n\nnum_scored\x18\x06 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\x12\x11\n\tstate_ids\x18\x08 \x03(\r\">\n\x06\x43redit\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x12\n\ndescriptor\x18\x02 \x01(\x0c\x12\x11\n\tblock_ids\x18\x03 \x03(\r\"\x15\n\x05\x41\x64mit\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"<\n\x04Send\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x12\n\ndescriptor\x18\x02 \x01(\x0c\x12\x11\n\tblock_ids\x18\x03 \x03(\r\",\n\x08SendMore\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\"<\n\nFinishSend\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x0c\n\x04tail\x18\x03 \x01(\x0c\"\x1f\n\x0e\x43\x61ncelTransfer\x12\r\n\x05\x65poch\x18\x01 \x01(\r\"\x06\n\x04Stop\"U\n\x07Offload\x12\x14\n\x0c\x64\x65moted_from\x18\x01 \x03(\r\x12\x12\n\ndemoted_to\x18\x02 \x03(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\r\n\x05slots\x18\x04 \x03(\r\"?\n\nLoadBlocks\x12\x0f\n\x07load_id\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\"\x1d\n\nCancelLoad\x12\x0f\n\x07load_id\x18\x01 \x01(\x04\"M\n\tRankHello\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x12\n\nkv_address\x18\x03 \x01(\t\x12\x0e\n\x06kv_key\x18\x04 \x01(\x0c\"-\n\x08\x43redited\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x12\n\ndescriptor\x18\x02 \x01(\x0c\"\x19\n\x08\x43\x61ughtUp\x12\r\n\x05\x65poch\x18\x01 \x01(\r\"l\n\rTransferEnded\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04tail\x18\x04 \x01(\x0c\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\"+\n\x06Loaded\x12\x0f\n\x07load_id\x18\x01 \x01(\x04\x12\x10\n\x08num_good\x18\x02 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,35 +40,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPPLAN']._serialized_start=1061
   _globals['_STEPPLAN']._serialized_end=1109
   _globals['_SHARE']._serialized_start=1112
-  _globals['_SHARE']._serialized_end=1241
-  _globals['_CREDIT']._serialized_start=1243
-  _globals['_CREDIT']._serialized_end=1305
-  _globals['_ADMIT']._serialized_start=1307
-  _globals['_ADMIT']._serialized_end=1328
-  _globals['_SEND']._serialized_start=1330
-  _globals['_SEND']._serialized_end=1390
-  _globals['_SENDMORE']._serialized_start=1392
-  _globals['_SENDMORE']._serialized_end=1436
-  _globals['_FINISHSEND']._serialized_start=1438
-  _globals['_FINISHSEND']._serialized_end=1498
-  _globals['_CANCELTRANSFER']._serialized_start=1500
-  _globals['_CANCELTRANSFER']._serialized_end=1531
-  _globals['_STOP']._serialized_start=1533
-  _globals['_STOP']._serialized_end=1539
-  _globals['_OFFLOAD']._serialized_start=1541
-  _globals['_OFFLOAD']._serialized_end=1626
-  _globals['_LOADBLOCKS']._serialized_start=1628
-  _globals['_LOADBLOCKS']._serialized_end=1691
-  _globals['_CANCELLOAD']._serialized_start=1693
-  _globals['_CANCELLOAD']._serialized_end=1722
-  _globals['_RANKHELLO']._serialized_start=1724
-  _globals['_RANKHELLO']._serialized_end=1801
-  _globals['_CREDITED']._serialized_start=1803
-  _globals['_CREDITED']._serialized_end=1848
-  _globals['_CAUGHTUP']._serialized_start=1850
-  _globals['_CAUGHTUP']._serialized_end=1875
-  _globals['_TRANSFERENDED']._serialized_start=1877
-  _globals['_TRANSFERENDED']._serialized_end=1985
-  _globals['_LOADED']._serialized_start=1987
-  _globals['_LOADED']._serialized_end=2030
+  _globals['_SHARE']._serialized_end=1260
+  _globals['_CREDIT']._serialized_start=1262
+  _globals['_CREDIT']._serialized_end=1324
+  _globals['_ADMIT']._serialized_start=1326
+  _globals['_ADMIT']._serialized_end=1347
+  _globals['_SEND']._serialized_start=1349
+  _globals['_SEND']._serialized_end=1409
+  _globals['_SENDMORE']._serialized_start=1411
+  _globals['_SENDMORE']._serialized_end=1455
+  _globals['_FINISHSEND']._serialized_start=1457
+  _globals['_FINISHSEND']._serialized_end=1517
+  _globals['_CANCELTRANSFER']._serialized_start=1519
+  _globals['_CANCELTRANSFER']._serialized_end=1550
+  _globals['_STOP']._serialized_start=1552
+  _globals['_STOP']._serialized_end=1558
+  _globals['_OFFLOAD']._serialized_start=1560
+  _globals['_OFFLOAD']._serialized_end=1645
+  _globals['_LOADBLOCKS']._serialized_start=1647
+  _globals['_LOADBLOCKS']._serialized_end=1710
+  _globals['_CANCELLOAD']._serialized_start=1712
+  _globals['_CANCELLOAD']._serialized_end=1741
+  _globals['_RANKHELLO']._serialized_start=1743
+  _globals['_RANKHELLO']._serialized_end=1820
+  _globals['_CREDITED']._serialized_start=1822
+  _globals['_CREDITED']._serialized_end=1867
+  _globals['_CAUGHTUP']._serialized_start=1869
+  _globals['_CAUGHTUP']._serialized_end=1894
+  _globals['_TRANSFERENDED']._serialized_start=1896
+  _globals['_TRANSFERENDED']._serialized_end=2004
+  _globals['_LOADED']._serialized_start=2006
+  _globals['_LOADED']._serialized_end=2049
 # @@protoc_insertion_point(module_scope)

@@ -63,7 +63,7 @@ class StepPlan(_message.Message):
     def __init__(self, shares: _Optional[_Iterable[_Union[Share, _Mapping]]] = ...) -> None: ...
 
 class Share(_message.Message):
-    __slots__ = ("epoch", "token_ids", "start", "block_ids", "samples", "num_scored", "adapter")
+    __slots__ = ("epoch", "token_ids", "start", "block_ids", "samples", "num_scored", "adapter", "state_ids")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class Share(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     NUM_SCORED_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    STATE_IDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     start: int
@@ -78,7 +79,8 @@ class Share(_message.Message):
     samples: bool
     num_scored: int
     adapter: str
-    def __init__(self, epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[bool] = ..., num_scored: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
+    state_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[bool] = ..., num_scored: _Optional[int] = ..., adapter: _Optional[str] = ..., state_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Credit(_message.Message):
     __slots__ = ("epoch", "descriptor", "block_ids")

@@ -63,7 +63,7 @@ class KVLayout:
     num_kv_heads: int
     block_size: int
     dtype: str
-    state_bytes: int = 0  # of one request, over all layers: its fixed state, as of recurrent layers
+    state_bytes: int = 0  # of one request, over all layers and heads: its fixed state, as of recurrent layers
 
     @classmethod
     def uniform(
@@ -180,8 +180,12 @@ class KVLayout:
         return num_blocks + self.num_state_blocks if self.state_bytes and num_blocks else num_blocks
 
     def with_heads(self, num_kv_heads: int) -> "KVLayout":
-        """Return this layout with another number of KV heads: those of one rank or one channel."""
-        return replace(self, num_kv_heads=num_kv_heads)
+        """Return this layout with another number of KV heads: those of one rank or one channel.
+
+        An equal part of the fixed state goes with each head.
+        """
+        state_bytes = self.state_bytes * num_kv_heads // self.num_kv_heads
+        return replace(self, num_kv_heads=num_kv_heads, state_bytes=state_bytes)
 
     def with_layers(self, layers: range) -> "KVLayout":
         """Return this layout restricted to these layers, numbered over the whole model.

@@ -96,9 +96,12 @@ def check_num_ranks(tp_size: int, pp_size: int) -> None:
 
 
 def check_tp_size(config: ModelConfig, tp_size: int) -> None:
-    """Raise SettingsError unless each of `tp_size` ranks gets an attention head and a share of every divided matrix."""
+    """Raise SettingsError unless each of `tp_size` ranks gets an attention head and a share of every divided matrix.
+
+    One head of a model that transformers computes may stand for none, as in a model of recurrent layers alone.
+    """
     limits = {
-        "attention heads": config.num_heads,
+        "attention heads": tp_size if config.is_transformers and config.num_heads == 1 else config.num_heads,
         "feed-forward neurons": config.intermediate_size,
         "tokens in its vocabulary": config.vocab_size,
     }

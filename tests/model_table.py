@@ -9,7 +9,15 @@ from typing import Final
 
 from serving_core.model_files.config import MODEL_TYPES
 from tests.doc_table import DOCS, page_with
-from tests.transformers_models import FAMILIES, HEAD_ALONE, REFUSED, SEQUENCES, WITHOUT_PLAN, architecture_of
+from tests.transformers_models import (
+    FAMILIES,
+    HEAD_ALONE,
+    REFUSED,
+    SEQUENCES,
+    WHOLE_SEQUENCES,
+    WITHOUT_PLAN,
+    architecture_of,
+)
 
 PAGE: Final = DOCS / "reference" / "models.md"
 
@@ -22,8 +30,9 @@ def table() -> str:
         weights = "each rank holds all" if family in (*WITHOUT_PLAN, *HEAD_ALONE) else "divided"
         kept = "a latent" if "kv_lora_rank" in FAMILIES[family][1] else "keys, values"
         rows[code, weights, kept].append(f"`{architecture}`")
-    by_sequence = [f"`{name}`" for name in sorted(map(architecture_of, SEQUENCES))]
-    rows["transformers, sequence by sequence", "one rank", "its cache"] = by_sequence
+    for architecture, family in sorted((architecture_of(family), family) for family in SEQUENCES):
+        weights = "one rank" if family in WHOLE_SEQUENCES else "divided"
+        rows["transformers, sequence by sequence", weights, "its cache"].append(f"`{architecture}`")
     lines = ["| computed by | weights over ranks | kept of a token | architectures |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} | {', '.join(names)} |" for row, names in sorted(rows.items())]
     lines += ["", "| refused | with the sentence |", "|---|---|"]

@@ -149,11 +149,15 @@ SEQUENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLm", {**_WHOLE_HEADS, "partial_rotary_factor": 0.5}),
 }
 
+WHOLE_SEQUENCES = ("deepseek_v32", "diffllama", "stablelm")  # of these, which run on one rank
+
 _ALL = {
     **FAMILIES,
     **SEQUENCES,
     "arcee": ("Arcee", _SIZES),
     "qwen3_5_moe": ("Qwen3_5Moe", {**_SIZES, **_LINEAR, **_HYBRID, **_EXPERTS, "moe_intermediate_size": 24}),
+    "mamba2": ("Mamba2", {**_WHOLE_HEADS, "num_heads": 8, "head_dim": 12, "state_size": 8, "n_groups": 2}),
+    "olmo_hybrid": ("OlmoHybrid", {**_WHOLE_HEADS, **_HYBRID, **_LINEAR, "linear_num_key_heads": 4}),
     "modernbert_decoder": ("ModernBertDecoder", {**_WHOLE_HEADS, "num_key_value_heads": 4, "local_attention": 26}),
 }
 WITHOUT_PLAN = ("gpt2", "gpt_bigcode", "opt")  # of transformers, to divide their weights

@@ -1,19 +1,15 @@
-"""Load a model of transformers, divide it over ranks, and verify it against transformers' own attention.
+"""Load a model of transformers, and verify it against transformers' own attention.
 
 Loading reads only this rank's parts of the checkpoint's tensors, and never runs code from the folder.
-
-Division follows the model's own tp_plan; modules that neither the plan nor this module names are computed whole on
-every rank. Divided parameters hold the rank's part alone; hooks do the sums and gathers, over this node's own group.
 
 Verification computes one text in chunks and steps beside another text, and compares the logits with those of the whole
 text at once. Sliding windows are narrowed for it, so that a short text exceeds them.
 """
 
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
@@ -23,7 +19,6 @@ from typing import Any, Final
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -47,7 +42,7 @@ from engine.forward_batch import build_batch
 from engine.model.checkpoint import Checkpoint, Part, TextPart, whole_tensor
 from engine.model.stored_floats import FloatCheckpoint
 from engine.model.weights import open_checkpoint, spell
-from engine.parallel import LEADER, RankGroup
+from engine.parallel import RankGroup
 from engine.pipeline import Pipeline
 from engine.transformers_backend.decoder import (
     EAGER,
@@ -60,10 +55,12 @@ from engine.transformers_backend.decoder import (
     keep_latents,
     quantize_model,
 )
+from engine.transformers_backend.division import Cut, check_heads_divided, divide, finish_division
+from engine.transformers_backend.mixers import divisions
 from engine.transformers_backend.sequences import SequenceDecoder
 from engine.transformers_backend.stages import keep_stage
 from engine.transformers_backend.tried import TRIED, TRIED_WITH
-from serving_core.errors import ModelError, SettingsError
+from serving_core.errors import ModelError
 from serving_core.layout import KVLayout
 from serving_core.model_files.config import ModelConfig
 from serving_core.model_files.load_progress import LoadProgress
@@ -72,7 +69,7 @@ from serving_core.model_files.stored_quantization import MXFP4
 from serving_core.model_files.stored_tensors import FLOATS
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
-from serving_core.sharding import Extent, Shard, share_of
+from serving_core.sharding import Extent, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -183,160 +180,8 @@ def _window_of(holder: Any) -> int | None:
     return window if isinstance(window, int) else None
 
 
-# Divided dimension of a matrix [outputs, inputs].
-DIVIDED: Final = {
-    "colwise": -2,
-    "colwise_gather_output": -2,
-    "packed_colwise": -2,
-    "rowwise": -1,
-    "rowwise_split_input": -1,
-}
-# Styles of modules that are whole on every rank
-WHOLE: Final = ("embedding_rowwise", "mla_kv_a_proj", "replicated_with_grad_allreduce")
-# Styles of modules whose outputs are parts of a sum
-SUMMED: Final = ("moe_tp_experts", "rowwise", "rowwise_split_input")
-BESIDE_PLANS: Final[Mapping[str, Mapping[str, str]]] = {  # modules of divided attention that plans omit
-    "CohereForCausalLM": {f"model.layers.*.self_attn.{name}.weight": "colwise" for name in ("q_norm", "k_norm")},
-    "Glm4MoeLiteForCausalLM": {"model.layers.*.self_attn.q_proj": "colwise"},
-}
-PACKED: Final = 2  # matrices in one, stacked
 INTEGERS: Final = ("I64", "I32")  # of tables in a model
 QUANTIZED: Final = ("U8",)  # storage formats of weights of which transformers makes floats
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The part of a parameter that a rank holds: a share of each of `parts` equal runs of one dimension."""
-
-    dim: int  # counted from the end
-    total: int
-    parts: int
-    rank: int
-    size: int
-
-    def runs(self, total: int, parts: int) -> list[range]:
-        """Return the runs that the rank holds of a dimension of length `total` with `parts` parts."""
-        length = total // parts
-        share = share_of(length, self.rank, self.size)
-        return [range(part * length + share.start, part * length + share.stop) for part in range(parts)]
-
-    @property
-    def num_held(self) -> int:
-        return sum(map(len, self.runs(self.total, self.parts)))
-
-
-def divide(model: Any, group: RankGroup, num_heads: int) -> dict[str, Cut]:
-    """Reduce a model on the meta device to this rank's part; return the cut of each divided parameter, by name.
-
-    All ranks get equally many of the `num_heads` KV heads (or of the heads that latents stand for). Hooks that sum and
-    gather over the group are added. Raises ModelError for a plan with unsupported styles, or SettingsError for unequal
-    parts.
-    """
-    plan: Mapping[str, str] = model.tp_plan if group.size > 1 else {}
-    plan = plan and {**plan, **BESIDE_PLANS.get(type(model).__name__, {})}
-    if plan and num_heads % group.size:
-        raise SettingsError(
-            f"--tensor-parallel-size {group.size}: transformers computes this model, and its {num_heads} KV heads "
-            "are to be divided equally"
-        )
-    tied = {name.rpartition(".")[0] for name in model.all_tied_weights_keys}
-    cuts: dict[str, Cut] = {}
-    for path, module in model.named_modules():
-        for name, _ in list(module.named_parameters(recurse=False)):
-            style = plan.get(_pattern(f"{path}.{name}"))
-            if style is not None:
-                cuts[f"{path}.{name}"] = _cut(module, name, style, group)
-        style = plan.get(_pattern(path))
-        is_held = next(module.parameters(), None) is not None
-        if style is not None and is_held and path not in tied:
-            cuts |= {f"{path}.{name}": cut for name, cut in _divide_module(module, style, group).items()}
-    return cuts
-
-
-def leave_biases(model: nn.Module, cuts: Mapping[str, Cut], rank: int) -> None:
-    """Remove the biases of sums over ranks from all ranks but 0, which alone adds them.
-
-    `cuts` is the result of `divide`. Call once the model is filled.
-    """
-    for name, cut in cuts.items():
-        path, _, attribute = name.rpartition(".")
-        module = model.get_submodule(path)
-        if rank != LEADER and attribute == "weight" and cut.dim == -1 and isinstance(module, nn.Linear):
-            module.register_parameter("bias", None)
-
-
-def _pattern(path: str) -> str:
-    """Return a path as plans spell it, with stars for numbers."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
-
-
-def _divide_module(module: nn.Module, style: str, group: RankGroup) -> dict[str, Cut]:
-    """Divide a module; return the cuts of its parameters."""
-    if style in SUMMED:
-        module.register_forward_hook(_Sum(group))
-    if style in WHOLE or style == "moe_tp_experts":
-        return {}
-    if style not in DIVIDED or not isinstance(module, nn.Linear):
-        raise ModelError(f"the model's tp_plan divides {type(module).__name__} by {style!r}, which is not supported")
-    inputs, outputs = module.in_features, module.out_features
-    if style == "rowwise_split_input":
-        module.register_forward_pre_hook(_Split(share_of(inputs, group.rank, group.size)))
-    if style == "colwise_gather_output":
-        module.register_forward_hook(_Gather(group, outputs))
-    cuts = {"weight": _cut(module, "weight", style, group)}
-    if module.bias is not None and DIVIDED[style] == -2:
-        cuts["bias"] = _cut(module, "bias", style, group)
-    return cuts
-
-
-def _cut(module: nn.Module, name: str, style: str, group: RankGroup) -> Cut:
-    """Replace a parameter by one of the size that the rank holds."""
-    whole = getattr(module, name)
-    if style not in DIVIDED:
-        raise ModelError(f"the model's tp_plan divides {name} by {style!r}, which is not supported")
-    dim = max(DIVIDED[style], -whole.ndim)
-    parts = PACKED if style == "packed_colwise" else 1
-    cut = Cut(dim, whole.shape[dim], parts, group.rank, group.size)
-    shape = list(whole.shape)
-    shape[dim] = cut.num_held
-    setattr(module, name, nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"), requires_grad=False))
-    return cut
-
-
-class _Sum:
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
-
-    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        output = output.contiguous()
-        self._group.all_reduce(output)
-        return output
-
-
-class _Gather:
-    """Gathers outputs of `total` columns."""
-
-    def __init__(self, group: RankGroup, total: int) -> None:
-        self._group, self._total = group, total
-
-    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        held = share_of(self._total, self._group.rank, self._group.size)
-        whole = output.new_zeros((*output.shape[:-1], self._total))
-        whole[..., held.start : held.stop] = output
-        self._group.all_reduce(whole)
-        return whole
-
-
-class _Split:
-    """Takes the held columns of whole inputs."""
-
-    def __init__(self, held: range) -> None:
-        self._held = slice(held.start, held.stop)
-
-    def __call__(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (inputs[0][..., self._held], *inputs[1:])
-
-
 TAKEN_FOR: Final = {"MinistralForCausalLM": "MistralForCausalLM"}  # transformers' choice where there are layer_types
 UNREADABLE: Final = (
     *UNCOMPUTABLE,
@@ -361,7 +206,7 @@ def load_transformers(
 ) -> tuple[TransformersDecoder | SequenceDecoder, int]:
     """Load one rank's part of a model that transformers computes; return it and the bytes of its weights.
 
-    A model that the paged attention cannot compute is computed sequence by sequence, on one rank. `layout` is that of
+    A model that the paged attention cannot compute is computed sequence by sequence, in one stage. `layout` is that of
     the rank's pool, `shard` the rank's part of the model, `group` the ranks that compute the same layers, `pipeline`
     the connection to other stages, if any; `shows_progress`: progress is logged. Raises ModelError with one sentence
     for a model that transformers does not know, or that the attention or the cache does not support; SettingsError if
@@ -378,7 +223,8 @@ def load_transformers(
     names = model.state_dict()
     if pipeline is not None:
         keep_stage(model, shard)
-    cuts = divide(model, group, config.num_heads if config.has_latent_kv else config.num_kv_heads)
+    rules = divisions(model)
+    cuts = divide(model, group, config.num_heads if config.has_latent_kv else config.num_kv_heads, rules)
     if group.size > 1 and not cuts:
         logger.warning("transformers has no plan to divide %s: every rank holds all weights", config.architecture)
     quantizes = settings.quantization != "none"
@@ -397,28 +243,32 @@ def load_transformers(
     except UNREADABLE as error:
         raise ModelError(f"transformers cannot fill {config.architecture}: {in_a_line(error)}") from error
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    leave_biases(model, cuts, group.rank)
+    finish_division(model, cuts, group.rank)
     model.train(False)
     num_bytes = quantize_model(model, settings.quantization) if quantizes else 0
     num_bytes += sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    return _decoder(model, group, shard, device, layout, pipeline), num_bytes
-
-
-def _decoder(
-    model: Any, group: RankGroup, shard: Shard, device: torch.device, layout: KVLayout, pipeline: Pipeline | None
-) -> TransformersDecoder | SequenceDecoder:
-    name = type(model).__name__
     try:
-        if not model._supports_attention_backend:
-            raise Unpaged(f"{name} does its attention itself, past transformers' interface")
-        return TransformersDecoder(model, group, shard, device, layout, pipeline)
+        return _paged(model, group, shard, device, layout, pipeline), num_bytes
     except Unpaged as error:
-        if group.size > 1 or pipeline is not None:
-            raise ModelError(f"{error}; on one rank {name} would be computed sequence by sequence") from error
+        name = config.architecture
+        if pipeline is not None:
+            raise ModelError(f"{error}; in one stage {name} would be computed sequence by sequence") from error
+        of_layers = {model.get_submodule(path).layer_idx: rule for path, rule in rules.items()}
         model.set_attn_implementation(_own_attention(model))
-        decoder = SequenceDecoder(model, device, layout.block_size, layout.dtype)
+        decoder = SequenceDecoder(model, device, group, of_layers, layout.block_size, layout.dtype)
+        check_heads_divided(model, cuts, group, decoder.kept_layers)
         logger.warning("%s is computed sequence by sequence: %s", name, error)
-        return decoder
+        return decoder, num_bytes
+
+
+def _paged(
+    model: Any, group: RankGroup, shard: Shard, device: torch.device, layout: KVLayout, pipeline: Pipeline | None
+) -> TransformersDecoder:
+    if not model._supports_attention_backend:
+        raise Unpaged(f"{type(model).__name__} does its attention itself, past transformers' interface")
+    if shard.query_heads.total < group.size:
+        raise Unpaged(f"{type(model).__name__} has {shard.query_heads.total} attention heads for {group.size} ranks")
+    return TransformersDecoder(model, group, shard, device, layout, pipeline)
 
 
 def _own_attention(model_class: Any) -> str:
@@ -568,14 +418,14 @@ def _stored(
             stored[name] = _Stored(checkpoint, name, lock, 0, None, dtypes)
             continue
         cut, (shape, _) = cuts[target], checkpoint.describe(name)
-        parts = cut.parts
+        total = shape[cut.dim] if len(shape) >= -cut.dim else 0
         if pattern is not None:
             if not all(isinstance(each, MergeModulelist | Concatenate) for each in operations[pattern]):
                 raise ModelError(f"{target} is made of other tensors in a way that ranks cannot divide")
-            parts = 1  # each part is a tensor of its own
-        total = shape[cut.dim] if len(shape) >= -cut.dim else 0
-        is_as_said = total * cut.parts == cut.total * parts  # else the tensor has another shape, and is refused later
-        stored[name] = _Stored(checkpoint, name, lock, cut.dim, cut.runs(total, parts) if is_as_said else None, dtypes)
+            of_tensor = tuple(each for each in cut.sections if each.length == total)
+            cut = replace(cut, sections=of_tensor[:1])  # each section is a tensor of its own
+        runs = cut.runs if total == cut.total else None  # else the tensor has another shape, and is refused later
+        stored[name] = _Stored(checkpoint, name, lock, cut.dim, runs, dtypes)
     return stored
 
 

@@ -2,8 +2,12 @@
 
 For models that the paged attention cannot compute: those with a fixed state (recurrent or convolution), with attention
 past transformers' interface, or with layers of different shapes. Between steps the pool holds what transformers' cache
-holds. KV blocks hold what it keeps of each token, with the heads of a layer side by side. The state blocks, which lead
-a request's block table, hold its fixed state as bytes.
+holds. KV blocks hold what it keeps of each token. The state blocks, which lead a request's block table, hold its fixed
+state as bytes.
+
+All that is kept is in equal parts, which are the KV heads of the pool's layout: some heads of each layer, and some
+heads or channels of each state, which lie in the state blocks where keys and values of that head would. So the ranks of
+a node, and transfers between nodes of different numbers of ranks, divide a state as they divide keys.
 
 Chunks of prompts are computed one after the other. The sequences of a decode step are computed together, padded to the
 longest, if a trial at the start gives the same logits as alone.
@@ -11,9 +15,9 @@ longest, if a trial at the start gives the same logits as alone.
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import prod
+from math import gcd, prod
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,15 +25,18 @@ from torch import nn
 from transformers import cache_utils
 
 from engine.attention.paged import Attention
-from engine.cache.kv_pool import PagedKVPool
+from engine.cache.kv_pool import HeadSlice, PagedKVPool
 from engine.forward_batch import ForwardBatch
-from engine.transformers_backend.decoder import UNCOMPUTABLE, in_a_line
-from serving_core.errors import ModelError
+from engine.parallel import LEADER, RankGroup
+from engine.transformers_backend.decoder import EXPAND, UNCOMPUTABLE, in_a_line
+from engine.transformers_backend.mixers import Division, Section, Sections
+from serving_core.errors import ModelError, SettingsError
 from serving_core.layout import KVLayout, Widths
 from serving_core.requests import OnLayer
 
 CACHE_NAMES: Final = ("past_key_values", "cache", "cache_params")  # arguments by which models take their cache
-TOKENLESS_BLOCK: Final = 2**16  # tokens of a block where no layer keeps anything of a token
+TOKENLESS_BLOCK: Final = 2**16  # tokens of a block, times parts, where no layer keeps anything of a token
+MOST_PARTS: Final = 8  # of what is kept, a power of two; each is written to the pool for itself
 TRIED_TOKENS: Final = 6
 WHOLE: Final[
     dict[type[Any], Any]
@@ -59,40 +66,83 @@ class KeptTokens(NamedTuple):
     names: tuple[str, ...]  # attributes: keys and values, or the keys of an indexer
     shapes: tuple[tuple[int, int], ...]  # heads and width of each
 
-    @property
-    def widths(self) -> Widths:
-        keys, *values = (heads * width for heads, width in self.shapes)
+    def widths(self, num_parts: int) -> Widths:
+        """Return the elements of one of so many equal parts."""
+        keys, *values = (heads * width // num_parts for heads, width in self.shapes)
         return Widths(keys, sum(values))
 
 
 class KeptState(NamedTuple):
-    """A tensor of fixed size that a layer of transformers' cache keeps of a sequence."""
+    """A tensor of fixed size that a layer of transformers' cache keeps of a sequence.
+
+    Its second dimension can be divided into equal parts of each of the `sections`; without sections it cannot.
+    """
 
     layer: int
     name: str  # conv_states or recurrent_states
     number: int  # within the layer
     shape: tuple[int, ...]
     dtype: torch.dtype
+    sections: Sections
 
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+    def lengths(self, num_parts: int) -> list[int]:
+        """Return the length of each section in one of so many parts."""
+        return [length if is_shared else length // num_parts for length, is_shared in self.sections]
+
+    def part_bytes(self, num_parts: int) -> int:
+        """Return the bytes of one of so many parts."""
+        divided = sum(self.lengths(num_parts)) if self.sections else self.shape[1]
+        return self.shape[0] * divided * prod(self.shape[2:]) * self.dtype.itemsize
+
+    def split(self, tensor: torch.Tensor, num_parts: int) -> torch.Tensor:
+        """Return the bytes [num_parts, part_bytes] of a tensor of this shape."""
+        if num_parts > 1:
+            whole = torch.split(tensor[0], [length for length, _ in self.sections])
+            of_sections = zip(whole, self.sections, strict=True)
+            pieces = [
+                piece.expand(num_parts, *piece.shape) if is_shared else piece.reshape(num_parts, -1, *piece.shape[1:])
+                for piece, (_, is_shared) in of_sections
+            ]
+            tensor = torch.cat(pieces, dim=1)
+        return tensor.contiguous().view(num_parts, -1).view(torch.uint8)
+
+    def join(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return the tensor of which `split` gave these parts. It may share their memory."""
+        if len(parts) == 1:
+            part = parts[0].clone() if parts.storage_offset() % self.dtype.itemsize else parts[0]
+            return part.view(self.dtype).view(self.shape)
+        parts = parts.contiguous().view(self.dtype)
+        lengths = self.lengths(len(parts))
+        divided = torch.split(parts.view(len(parts), sum(lengths), *self.shape[2:]), lengths, dim=1)
+        of_sections = zip(divided, self.sections, strict=True)
+        pieces = [piece[0] if is_shared else piece.flatten(0, 1) for piece, (_, is_shared) in of_sections]
+        return torch.cat(pieces).unsqueeze(0)
 
 
 class SequenceDecoder:
-    """A whole loaded model, on one rank."""
+    """One rank's part of a loaded model."""
 
     num_divided_passes = 0
     needs_portable: Final = True
 
-    def __init__(self, model: Any, device: torch.device, block_size: int, kv_dtype: str) -> None:
-        """Try the model with TRIED_TOKENS tokens.
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device,
+        group: RankGroup,
+        rules: Mapping[int, Division],
+        block_size: int,
+        kv_dtype: str,
+    ) -> None:
+        """Try the model, whose heads the ranks of `group` have divided, with TRIED_TOKENS tokens.
 
-        Raises ModelError if it does not compute with transformers' cache, or keeps something there that the pool cannot
-        hold.
+        `rules` are the divisions of layers that keep a state, by the layer's number. Raises ModelError if the model
+        does not compute with transformers' cache, or keeps something there that the pool cannot hold; SettingsError if
+        the ranks cannot divide what it keeps.
         """
         self._model = model
         self._device = device
+        self._group = group
         parameters = inspect.signature(model.forward).parameters
         self._takes = frozenset(parameters)
         self._cache_name = next((name for name in CACHE_NAMES if name in parameters), "")
@@ -103,23 +153,30 @@ class SequenceDecoder:
         cache, self._takes_one = self._tried()
         self.reuses_prefixes = not self._takes_one
         self._tokens = list(_kept_tokens(cache))
-        self._states = list(_kept_states(cache))
+        self._states = list(_kept_states(cache, rules, group.size))
         self._joins = self._tried_together()
+        self._num_parts = self._num_whole_parts(rules) // group.size
+        self._sliced: tuple[PagedKVPool, list[PagedKVPool | HeadSlice]] | None = None  # a pool, and each of its heads
         self.layout: Final = self._measured(block_size, kv_dtype)
-        """The layout of a pool for this model."""
+        """The layout of this rank's pool."""
 
     @property
     def module(self) -> Any:
         """Return transformers' model."""
         return self._model
 
+    @property
+    def kept_layers(self) -> list[int]:
+        """Return the layers of transformers' cache of which the pool holds something."""
+        return sorted({each.layer for each in self._tokens} | {each.layer for each in self._states})
+
     def __call__(
         self, batch: ForwardBatch, attention: Attention, on_layer: OnLayer | None = None
     ) -> torch.Tensor | None:
         """Compute a batch, and write what the model keeps of its sequences into the pool.
 
-        Returns the logits [S, vocab_size] of the wanted rows. Does not call `on_layer`: all layers of a sequence are
-        ready at once.
+        Returns the logits [S, vocab_size] of the wanted rows on rank 0, None on the others. Does not call `on_layer`:
+        all layers of a sequence are ready at once.
         """
         wanted, lengths, logits = batch.logit_rows.tolist(), batch.kv_lengths.tolist(), dict[int, torch.Tensor]()
         spans = list(pairwise(batch.starts))
@@ -133,11 +190,19 @@ class SequenceDecoder:
                 logits[request] = logits[request][: len(rows)]
             else:
                 logits[request] = self._computed(batch, request, slice(first, end), rows, attention.pool)
-        return torch.cat([logits[request] for request in range(len(spans))])
+        return torch.cat([logits[request] for request in range(len(spans))]) if self._is_leader else None
 
     def eager(self, token_ids: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits [T, vocab_size] of one text, computed at once and without a cache."""
-        return self._logits(token_ids, 0, None, torch.arange(len(token_ids), device=self._device))
+        """Return the logits [T, vocab_size] of one text, computed at once and without a cache.
+
+        Ranks other than 0 return None.
+        """
+        logits = self._logits(token_ids, 0, None, torch.arange(len(token_ids), device=self._device))
+        return logits if self._is_leader else None
+
+    @property
+    def _is_leader(self) -> bool:
+        return self._group.rank == LEADER
 
     def _computed(
         self, batch: ForwardBatch, request: int, of_request: slice, rows: list[int], pool: PagedKVPool
@@ -235,6 +300,7 @@ class SequenceDecoder:
     def _tried(self) -> tuple[Any, bool]:
         """Return the cache of TRIED_TOKENS tokens, and whether the model continues a cache right by one token alone."""
         name = type(self._model).__name__
+        name = name if self._group.size == 1 else f"{name}, divided over {self._group.size} ranks,"
         rows = torch.arange(TRIED_TOKENS, device=self._device)
         try:
             cache, parts = self._new_cache(), self._new_cache()
@@ -277,14 +343,36 @@ class SequenceDecoder:
             return False
         return _are_alike(torch.cat(alone), found)
 
+    def _num_whole_parts(self, rules: Mapping[int, Division]) -> int:
+        """Return the number of equal parts of what all ranks keep. Raises SettingsError unless each has some."""
+        size, name = self._group.size, type(self._model).__name__
+        is_undivided = any(hasattr(module, EXPAND) for module in self._model.modules())
+        is_undivided = is_undivided or any(kept.names == (INDEXER,) for kept in self._tokens)
+        is_undivided = is_undivided or any(not state.sections for state in self._states)
+        if is_undivided and size > 1:
+            raise SettingsError(
+                f"--tensor-parallel-size {size}: {name} keeps a latent, keys of an indexer or a state without heads, "
+                "which ranks cannot divide"
+            )
+        heads = [size * num_heads for kept in self._tokens for num_heads, _ in kept.shapes]
+        units = [number for rule in rules.values() for number in rule.units]
+        num_parts = 1 if is_undivided else gcd(MOST_PARTS, *heads, *units)
+        if num_parts % size:
+            raise SettingsError(
+                f"--tensor-parallel-size {size}: the heads and channels that {name} keeps are in {num_parts} equal "
+                "parts, which are to be divided equally"
+            )
+        return num_parts
+
     def _measured(self, block_size: int, kv_dtype: str) -> KVLayout:
-        state_bytes = sum(each.num_bytes for each in self._states)
-        widths = tuple(each.widths for each in self._tokens)
+        num_parts = self._num_parts
+        state_bytes = num_parts * sum(each.part_bytes(num_parts) for each in self._states)
+        widths = tuple(each.widths(num_parts) for each in self._tokens)
         if not state_bytes and not widths:
             raise ModelError(f"{type(self._model).__name__} keeps nothing in transformers' cache")
         if not widths:
-            widths, block_size = (Widths(1, 0),), TOKENLESS_BLOCK
-        return KVLayout(0, widths, 1, block_size, kv_dtype, state_bytes)
+            widths, block_size = (Widths(1, 0),), TOKENLESS_BLOCK // (num_parts * self._group.size)
+        return KVLayout(0, widths, num_parts, block_size, kv_dtype, state_bytes)
 
     def _restore(
         self, cache: Any, pool: PagedKVPool, blocks: torch.Tensor, state_blocks: Sequence[int], num_tokens: int
@@ -304,14 +392,10 @@ class SequenceDecoder:
             _set_tokens(layer, keys, values)
         if not self._states:
             return
-        stored = _read_state(pool, state_blocks)
-        begin = 0
+        stored, end = self._read_state(pool, state_blocks), 0  # a copy, which the model may change
         for state in self._states:
-            end = begin + state.num_bytes
-            part = stored[begin:end]  # of a copy, which the model may change
-            tensor = (part.clone() if begin % state.dtype.itemsize else part).view(state.dtype).view(state.shape)
-            _set_state(cache.layers[state.layer], state, tensor)
-            begin = end
+            begin, end = end, end + state.part_bytes(self._num_parts)
+            _set_state(cache.layers[state.layer], state, state.join(stored[:, begin:end]))
 
     def _keep(self, cache: Any, pool: PagedKVPool, slots: torch.Tensor, state_blocks: Sequence[Sequence[int]]) -> None:
         """Write to the pool what a cache of B sequences has of their last tokens, and their states.
@@ -321,14 +405,44 @@ class SequenceDecoder:
         num_tokens = len(slots) // len(state_blocks)
         for number, kept in enumerate(self._tokens):
             layer = cache.layers[kept.layer]
-            tensors = [_last_tokens(getattr(layer, name), num_tokens).unsqueeze(1) for name in kept.names]
+            last = [_last_tokens(getattr(layer, name), num_tokens) for name in kept.names]
+            tensors = [each.reshape(len(each), self._num_parts, -1) for each in last]
             keys, values = tensors if len(tensors) == 2 else (tensors[0], tensors[0][..., :0])
             pool.store(number, slots, keys.to(pool.compute_dtype), values.to(pool.compute_dtype))
         if self._states:
             states = [getattr(cache.layers[each.layer], each.name)[each.number].to(each.dtype) for each in self._states]
             of_each = zip(*(state.chunk(len(state_blocks)) for state in states), strict=True)
             for blocks, of_sequence in zip(state_blocks, of_each, strict=True):
-                _write_state(pool, blocks, [each.contiguous().view(-1).view(torch.uint8) for each in of_sequence])
+                of_each_state = zip(self._states, of_sequence, strict=True)
+                self._write_state(pool, blocks, [state.split(each, self._num_parts) for state, each in of_each_state])
+
+    def _read_state(self, pool: PagedKVPool, state_blocks: Sequence[int]) -> torch.Tensor:
+        """Return all bytes of state blocks [heads, num_bytes] uint8, in the order of `_write_state`."""
+        return torch.stack(
+            [
+                torch.cat([part for layer in pool.layout.layers for part in head.read_tensors(layer, state_blocks)])
+                for head in self._heads(pool)
+            ]
+        )
+
+    def _write_state(self, pool: PagedKVPool, state_blocks: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
+        """Write bytes, in parts [heads, N] uint8, to state blocks.
+
+        The first ones of a head go to K of the first layer, the next ones to V of that layer.
+        """
+        layout = pool.layout.with_heads(1)
+        padding = layout.block_bytes * len(state_blocks) - sum(part.shape[1] for part in parts)
+        filled = torch.cat([*parts, parts[0].new_zeros(len(parts[0]), padding)], dim=1)
+        sizes = [len(state_blocks) * each for layer in layout.layers for each in layout.cache_bytes(layer)]
+        for head, rest in zip(self._heads(pool), filled, strict=True):
+            caches = iter(rest.split(sizes))
+            for layer in layout.layers:
+                head.write_tensors(layer, state_blocks, next(caches), next(caches))
+
+    def _heads(self, pool: PagedKVPool) -> list[PagedKVPool | HeadSlice]:
+        if self._sliced is None or self._sliced[0] is not pool:
+            self._sliced = pool, [pool.heads(range(head, head + 1)) for head in range(pool.layout.num_kv_heads)]
+        return self._sliced[1]
 
 
 def _groups(requests: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -388,25 +502,12 @@ def _kept_tokens(cache: Any) -> Iterator[KeptTokens]:
             yield KeptTokens(number, (INDEXER,), ((1, layer.indexer_keys.shape[2]),))
 
 
-def _kept_states(cache: Any) -> Iterator[KeptState]:
+def _kept_states(cache: Any, rules: Mapping[int, Division], num_ranks: int) -> Iterator[KeptState]:
     for number, layer in enumerate(cache.layers):
         for name in ("conv_states", "recurrent_states"):
+            sections = rules[number].states.get(name, ()) if number in rules else ()
+            own = tuple(each if each.is_shared else Section(each.length // num_ranks) for each in sections)
             for place, tensor in getattr(layer, name, {}).items():
                 if tensor is not None:
-                    yield KeptState(number, name, place, tuple(tensor.shape), tensor.dtype)
-
-
-def _read_state(pool: PagedKVPool, state_blocks: Sequence[int]) -> torch.Tensor:
-    """Return all bytes of state blocks [num_bytes] uint8, in the order of `_write_state`."""
-    return torch.cat([part for layer in pool.layout.layers for part in pool.read_tensors(layer, state_blocks)])
-
-
-def _write_state(pool: PagedKVPool, state_blocks: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
-    """Write bytes, in parts [N] uint8, to state blocks: the first ones to K of the first layer, then to its V."""
-    layout = pool.layout
-    padding = layout.block_bytes * len(state_blocks) - sum(map(len, parts))
-    rest = torch.cat([*parts, parts[0].new_zeros(padding)])
-    for layer in layout.layers:
-        sizes = [len(state_blocks) * each for each in layout.cache_bytes(layer)]
-        keys, values, rest = torch.split(rest, [*sizes, len(rest) - sum(sizes)])
-        pool.write_tensors(layer, state_blocks, keys, values)
+                    is_as_said = tensor.shape[:2] == (1, sum(each.length for each in own))
+                    yield KeptState(number, name, place, tuple(tensor.shape), tensor.dtype, own if is_as_said else ())

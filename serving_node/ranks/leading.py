@@ -292,9 +292,10 @@ def share_to_wire(work: Work) -> ranks_pb2.Share:
         samples=share.samples,
         num_scored=share.num_scored,
         adapter=share.adapter,
+        state_ids=share.state_ids,
     )
 
 
 def share_from_wire(wire: ranks_pb2.Share) -> Share:
-    blocks = list(wire.block_ids)
-    return Share(list(wire.token_ids), wire.start, blocks, wire.samples, wire.num_scored, wire.adapter)
+    blocks, states = list(wire.block_ids), tuple(wire.state_ids)
+    return Share(list(wire.token_ids), wire.start, blocks, wire.samples, wire.num_scored, wire.adapter, states)

@@ -106,6 +106,30 @@ async def test_what_a_sequence_keeps_is_transferred_and_migrates(family, tmp_pat
         cluster.stop(deadline_s=DEADLINE_S)
 
 
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3_5", (2, 1)), ("qwen3_5", (1, 2)), ("mamba", (1, 2))])
+async def test_a_state_is_divided_over_the_ranks_of_each_node(family, sizes, tmp_path):
+    """Asked again, prompts are found with their state, which ranks read from blocks of its own."""
+    model = write_transformers_model(tmp_path / "model", family)
+    cluster = Cluster(
+        model,
+        tmp_path,
+        node={"num_kv_blocks": 200, "block_size": 8},
+        prefill={"max_num_batched_tokens": 19, "tensor_parallel_size": sizes[0]},
+        decode={"tensor_parallel_size": sizes[1]},
+        start_deadline_s=DEADLINE_S,
+    ).start()
+    try:
+        async with cluster.connect() as stub:
+            for _ in range(2):
+                asked = [request(prompt, max_tokens=NUM_TOKENS, temperature=0) for prompt in PROMPTS]
+                answers = [await each.complete() for each in [stream(stub, message) for message in asked]]
+                assert [each.token_ids for each in answers] == generated(model, PROMPTS, NUM_TOKENS)
+        assert (cluster.loads()[cluster.names[0]].num_cached_tokens > 0) == (family != "mamba")
+        cluster.wait_all_free()
+    finally:
+        cluster.stop(deadline_s=DEADLINE_S)
+
+
 async def test_a_state_begins_anew_after_a_preemption(tmp_path):
     """More answers than fit: some give back their blocks and their state, and their tokens are computed again."""
     model = write_transformers_model(tmp_path / "model", "qwen3_5")

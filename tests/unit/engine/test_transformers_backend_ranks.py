@@ -8,6 +8,7 @@ import pytest
 from engine.build import build_engine
 from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
+from tests.model_census import write_type
 from tests.transformers_models import (
     FAMILIES,
     INITIALIZES,
@@ -27,6 +28,23 @@ STAGED = {
     "tied": ("gemma2", {"tie_word_embeddings": True, "num_hidden_layers": 3, "layer_types": None}),
     **{family: (family, {}) for family in FAMILIES},
 }
+SEQUENCE_TYPES = (  # that are computed sequence by sequence, of each plan and rule
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "gemma4_text",
+    "granitemoehybrid",
+    "jamba",
+    "lfm2_moe",
+    "lfm3",
+    "llama4_text",
+    "mamba2",
+    "mimo_v2_flash",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+)
 FOUR_RANKS = ("deepseek_v2", "gemma3", "gpt_oss", "mixtral")
 
 
@@ -39,13 +57,19 @@ def case(folder, chunk_tokens, **settings):
     }
 
 
+def write_any(folder, name, **fields):
+    """Write a model of a family, or of a type of the census."""
+    if name in SEQUENCE_TYPES:
+        assert write_type(folder, name)
+        return folder
+    return write_transformers_model(folder, name, **fields)
+
+
 class Ranks:
     """Models, what ranks answered, and what each rank says of itself."""
 
     def __init__(self, root, models, num_ranks=2, chunk_tokens=19, **settings):
-        self.folders = {
-            name: write_transformers_model(root / name, family, **f) for name, (family, f) in models.items()
-        }
+        self.folders = {name: write_any(root / name, family, **f) for name, (family, f) in models.items()}
         cases = {name: case(folder, chunk_tokens, **settings) for name, folder in self.folders.items()}
         self.answers, self.facts = run_ranks(root, num_ranks, cases)
 
@@ -75,6 +99,26 @@ def two_stages(tmp_path_factory):
 @pytest.mark.parametrize("family", [*FAMILIES, UNTRIED])
 def test_two_ranks_answer_as_transformers(family, two_ranks):
     two_ranks.check(family)
+
+
+@pytest.fixture(scope="module")
+def sequences(tmp_path_factory):
+    models = {model_type: (model_type, {}) for model_type in SEQUENCE_TYPES}
+    models |= {"groups": ("mamba2", {"n_groups": 2}), "equal sections": ("olmo_hybrid", {})}
+    return Ranks(tmp_path_factory.mktemp("models"), models, tensor_parallel_size=2, model_impl="auto")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [*SEQUENCE_TYPES, "groups", "equal sections"])
+def test_two_ranks_compute_sequence_by_sequence(name, sequences):
+    """Each rank holds half of the pool's heads."""
+    sequences.check(name)
+    whole = build_engine(EngineSettings(model=str(sequences.folders[name]), num_kv_blocks=64, block_size=8))
+    for rank in sequences.facts:
+        assert 2 * rank[name]["num_kv_heads"] == whole.layout.num_kv_heads
+        assert 2 * rank[name]["kv_pool_bytes"] == whole.kv_pool_bytes
+        assert rank[name]["weight_bytes"] < whole.weight_bytes
+        assert rank[name]["fingerprint"] == whole.fingerprint
 
 
 @pytest.mark.nightly

@@ -114,7 +114,8 @@ def test_a_width_that_only_transformers_knows(copied):
     path.write_text(
         json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "head_dim"})
     )
-    assert load(folder, model_impl="transformers").layout.widths == (Widths(512, 512),) * 4
+    layout = load(folder, model_impl="transformers").layout
+    assert (layout.num_kv_heads, layout.widths) == (2, (Widths(256, 256),) * 4)
 
 
 def test_code_in_the_folder_is_never_run(copied):
