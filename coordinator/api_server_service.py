@@ -27,7 +27,7 @@ from coordinator.api.messages import (
 )
 from coordinator.api.statuses import failures_as_statuses
 from coordinator.control.instructions import Chunk
-from coordinator.control.nodes import Registry
+from coordinator.control.nodes import MAX_NAME_CHARS, Registry, check_version
 from coordinator.control.request_log import CallRecord
 from coordinator.control.slo import SloClasses
 from coordinator.dispatcher import Dispatcher
@@ -83,8 +83,9 @@ class TokenOutput:
 class ApiServerLink:
     """Keep the calls of one API server, and collect the messages for it until `next` returns them as one batch."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, resumes: bool = False) -> None:
         self.name = name
+        self.resumes: Final = resumes  # its calls go on at the next coordinator
         self.cpu_s = 0.0  # CPU time of the API server
         self.calls: dict[str, _OpenCall] = {}
         self._batch = api_servers_pb2.ApiServerBatch()
@@ -221,7 +222,8 @@ class ApiServerService:
         stream = NumberedStream(context, api_servers_pb2.ApiServerEvent)
         async with failures_as_statuses(context):
             hello = await read_hello(stream)
-            link = ApiServerLink(hello.name)
+            check_version(f"API server {hello.name[:MAX_NAME_CHARS]}", hello.version)
+            link = ApiServerLink(hello.name, resumes=hello.resumes)
             if (before := self._links.get(link.name)) is not None:
                 before.end()
                 self._lost(before)
@@ -308,6 +310,7 @@ class ApiServerService:
                 arrived_s=record.arrived_s,
                 deadline_s=deadline_s,
                 record=record,
+                goes_on=link.resumes,
             )
         except RequestError as error:
             link.failed(wire.id, error)

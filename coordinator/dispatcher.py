@@ -93,6 +93,7 @@ class _OpenCall:
     call: Generation
     asker: str
     number: int  # counts the client's calls for this request
+    goes_on: bool  # at the next coordinator, when this one ends
     has_answer: bool = False  # one of its sequences has ended well
 
 
@@ -122,6 +123,8 @@ class Dispatcher:
         self._calls: dict[str, _OpenCall] = {}  # by request id
         self._answers: dict[str, Recipient] = {}
         self.is_draining = False
+        self._hands_over = False  # whether a drain still accepts calls that go on
+        self._num_staying = 0  # open calls that end with this coordinator
         self._idle = asyncio.Event()
         self._idle.set()
         self._shapes_changed = asyncio.Event()
@@ -372,23 +375,26 @@ class Dispatcher:
         arrived_s: float,
         deadline_s: float,
         record: CallRecord | None = None,
+        goes_on: bool = False,
     ) -> None:
         """Start or resume the sequences of one call, as `submit` does, for a given Generation and given recipients.
 
-        `answers` receive the tokens and the end of each sequence of `call`. Raises RequestError, in which case nothing
-        has begun.
+        `answers` receive the tokens and the end of each sequence of `call`. `goes_on`: the caller resumes the call at
+        the next coordinator. Raises RequestError, in which case nothing has begun.
         """
-        if self.is_draining:
+        if self.is_draining and not (goes_on and self._hands_over):
             raise RequestError(DRAINING, "the server is draining")
         now, record = time.monotonic(), record or CallRecord(plan.request_id)
         self._end_earlier(plan, record.asker)
         num_sequences = sum(not each.has_ended for each in so_fars) + plan.num_behind
         self._scheduler.check_room(num_sequences, now, record.asker)
-        self._calls[plan.request_id] = _OpenCall(call, record.asker, plan.call_number)
+        self._calls[plan.request_id] = _OpenCall(call, record.asker, plan.call_number, goes_on)
         self._request_log.begun(record)
         if plan.pooling is None:
             self._request_log.sized(len(plan.samplings), plan.samplings[0].max_tokens)
-        self._idle.clear()
+        if not goes_on:
+            self._num_staying += 1
+            self._idle.clear()
         # One Prompt for all sequences, so that it is hashed once.
         prompt = Prompt(plan.prompt, plan.cache_salt, plan.adapter, is_read_whole=plan.is_read_whole)
         prompts = list(map(prompt.followed_by, plan.endings)) or [prompt] * len(plan.samplings)
@@ -454,8 +460,9 @@ class Dispatcher:
         """
         if not self._is_open(call):
             return
-        del self._calls[call.request_id]
-        if not self._calls:
+        if not self._calls.pop(call.request_id).goes_on:
+            self._num_staying -= 1
+        if not self._num_staying:
             self._idle.set()
         now = time.monotonic()
         for sequence_id in self._forget(call):
@@ -483,12 +490,16 @@ class Dispatcher:
         self._reshape(self._roles.tick(now))
         self._shapes_changed.set()  # a requested shape may have expired
 
-    def drain(self) -> None:
-        """Refuse calls that come later; those that are open continue."""
-        self.is_draining = True
+    def drain(self, *, hands_over: bool = False) -> None:
+        """Refuse calls that come later; those that are open continue.
+
+        `hands_over`: calls that go on at the next coordinator are still accepted.
+        """
+        self.is_draining, self._hands_over = True, hands_over
+        self.nodes_changed.set()
 
     async def idle(self) -> None:
-        """Wait until no call is open."""
+        """Wait until no call is open but those that go on at the next coordinator."""
         await self._idle.wait()
 
     def stop(self) -> None:

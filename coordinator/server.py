@@ -183,9 +183,12 @@ class CoordinatorServer:
         self._public.reread_api_keys()
 
     async def drain(self) -> None:
-        """Refuse new calls, and wait until the open ones have ended, at most drain_s seconds of the settings."""
+        """Refuse new calls, and wait until the open ones have ended, at most drain_s seconds of the settings.
+
+        Calls of API servers by themselves are neither refused nor waited for: they go on at the next coordinator.
+        """
         logger.info("draining: new calls are refused, and live ones have %g s to end", self._settings.drain_s)
-        self._dispatcher.drain()
+        self._dispatcher.drain(hands_over=True)
         await self._public.report()
         self._api_servers.tell()
         try:

@@ -205,10 +205,12 @@ class UnloadAdapterResponse(_message.Message):
     def __init__(self, num_live: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("node",)
+    __slots__ = ("node", "all")
     NODE_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
     node: str
-    def __init__(self, node: _Optional[str] = ...) -> None: ...
+    all: bool
+    def __init__(self, node: _Optional[str] = ..., all: _Optional[bool] = ...) -> None: ...
 
 class DrainProgress(_message.Message):
     __slots__ = ("num_left",)
@@ -662,7 +664,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., protocol_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "fingerprint", "engine", "numerics")
+    __slots__ = ("name", "role", "incarnation", "fingerprint", "engine", "numerics", "version")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -690,13 +692,15 @@ class NodeInfo(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     incarnation: str
     fingerprint: _containers.ScalarMap[str, str]
     engine: _containers.ScalarMap[str, str]
     numerics: _containers.ScalarMap[str, str]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., engine: _Optional[_Mapping[str, str]] = ..., numerics: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    version: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., engine: _Optional[_Mapping[str, str]] = ..., numerics: _Optional[_Mapping[str, str]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()

@@ -74,7 +74,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drains a node: it gets no new requests, and running requests migrate. Streams how many are left, until none is.
+        """Drains a node: it gets no new requests, and running requests migrate. Or drains the whole fleet: calls that come later are
+        refused until the coordinator is restarted. Streams how many requests are left, until none is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -23,6 +23,7 @@ from serving_core.node.requests import Key, NodeRequests
 from serving_core.process.memory import resident_bytes
 from serving_core.shapes import preset
 from serving_core.tasks import first_to_end
+from serving_core.version import VERSION
 from serving_node.adapters import NodeAdapters
 from serving_node.distributed_kv.ends import RemoteKVEnds, tile_tokens
 from serving_node.distributed_kv.holder import most_hosted_tokens
@@ -144,6 +145,7 @@ class NodeRunner:
                 name=self._name,
                 role=self._role,
                 incarnation=self._incarnation,
+                version=VERSION,
                 fingerprint={"protocol_version": PROTOCOL_VERSION, **self._fingerprint},
                 engine=engine.description,
                 numerics=engine.numerics_facts,

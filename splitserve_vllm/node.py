@@ -24,6 +24,7 @@ from serving_core.process.memory import resident_bytes
 from serving_core.requests import FinishReason, Request, SampledToken
 from serving_core.shapes import Shape, check_shape, preset, role_of
 from serving_core.tasks import first_to_end
+from serving_core.version import VERSION
 from serving_node.ranks.leading import Followers
 from splitserve_vllm.prefixes import CachedPrefixes
 from splitserve_vllm.sampling import finish_of, sampling_fields, token_of
@@ -148,6 +149,7 @@ class VllmNode:
                 name=self._name,
                 role=self._role,
                 incarnation=self._incarnation,
+                version=VERSION,
                 fingerprint={"protocol_version": PROTOCOL_VERSION, **self._fingerprint},
                 engine={"engine": "vllm", "device": facts.device, "dtype": facts.dtype},
                 numerics=self._numerics,

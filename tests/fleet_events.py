@@ -6,6 +6,7 @@ import struct
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_to_wire
 from serving_core.shapes import Shape, preset
+from serving_core.version import VERSION
 
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
 ABORT = inference_pb2.FINISH_REASON_ABORT
@@ -44,6 +45,7 @@ def hello(
     kv_keys=(),
     starved_share=0.0,
     keeps_sequences=False,
+    version=VERSION,
     **fingerprint,
 ):
     role = role or ROLES[name[0]]
@@ -53,6 +55,7 @@ def hello(
         name=name,
         role=role,
         incarnation=incarnation,
+        version=version,
         fingerprint={"protocol_version": PROTOCOL_VERSION, **MODEL, **fingerprint},
         numerics=numerics,
     )

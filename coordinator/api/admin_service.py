@@ -63,20 +63,30 @@ class AdminService(inference_pb2_grpc.AdminServicer):  # type: ignore[misc]
         return inference_pb2.SetRoleResponse(node=node.load)
 
     async def Drain(self, request: inference_pb2.DrainRequest, context: Any) -> None:
-        """Drain a node: stream the number of requests left on it, at each change, until none is left.
+        """Drain a node or the fleet: stream the number of requests left on it, at each change, until none is left.
 
-        Raises RequestError when the node is unknown or may not be drained. The node keeps draining when the client
-        disconnects: every request has its deadline. A role change or the loss of the node ends the drain.
+        Raises RequestError when the node is unknown or may not be drained. The drain goes on when the client
+        disconnects: every request has its deadline. A role change or the loss of the node ends its drain.
         """
+        if request.all and request.node:
+            raise RequestError(BAD_PARAM, "node and all cannot both be set", field="node")
+        if request.all:
+            logger.info("the fleet is draining: new calls are refused until a restart")
+            self._dispatcher.drain()
+            await self._count_down(context, lambda: self._dispatcher.num_live)
+            return
         node = self._dispatcher.drain_node(request.node)
+        await self._count_down(context, lambda: self._dispatcher.num_left(node))
+        logger.info("%s %s is drained", node.kind, node.name)
+
+    async def _count_down(self, context: Any, num_left: Callable[[], int]) -> None:
         told: int | None = None
         while told != 0:
-            if (num_left := self._dispatcher.num_left(node)) != told:
-                told = num_left
-                await write(context, inference_pb2.DrainProgress(num_left=num_left))
+            if (left := num_left()) != told:
+                told = left
+                await write(context, inference_pb2.DrainProgress(num_left=left))
             else:
                 await asyncio.sleep(LOOK_S)
-        logger.info("%s %s is drained", node.kind, node.name)
 
     async def LoadAdapter(self, request: inference_pb2.LoadAdapterRequest, _: Any) -> inference_pb2.LoadAdapterResponse:
         check_admin_key(has_admin_key=self._has_admin_key)

@@ -45,6 +45,7 @@ from serving_core.net.backoff import Reminder
 from serving_core.net.numbering import MessageLost, Numbering
 from serving_core.reasons import DEADLINE_EXCEEDED, DRAINING
 from serving_core.tasks import first_to_end
+from serving_core.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +159,7 @@ class RemoteControl:
         self.sheds = Sheds()  # counts that the coordinator has yet to get
         self._owed: deque[tuple[float, api_servers_pb2.ApiServerEvent]] = deque()  # events, and when they were kept
         self._num_dropped = 0  # events for which there was no room in `_owed`
+        self._resumes = False  # whether calls go on at the next coordinator
 
     async def run(self) -> None:
         """Attach once the coordinator can be reached, exchange messages until the stream ends, and then fail all calls.
@@ -178,6 +180,7 @@ class RemoteControl:
         Never returns. Calls continue at the next coordinator; those without one for RESUME_DEADLINE_S fail.
         """
         reminder = Reminder()
+        self._resumes = True
         while True:
             try:
                 await self._attach()
@@ -304,7 +307,7 @@ class RemoteControl:
         unsent = self._unsent = asyncio.Queue()
         self._is_overrun.clear()
         now = time.monotonic()
-        self._send(hello=api_servers_pb2.ApiServerHello(name=self._name))
+        self._send(hello=api_servers_pb2.ApiServerHello(name=self._name, version=VERSION, resumes=self._resumes))
         for call in self._calls.values():
             self._send(call=call.to_wire(now))
         self._send_owed(now)
@@ -329,7 +332,7 @@ class RemoteControl:
         """Fail the calls for which no coordinator has come back in time."""
         now = time.monotonic()
         for call in list(self._calls.values()):
-            if call.admitted.done() and now > call.resume_until_s:
+            if call.admitted.done() and not call.is_attached and now >= call.resume_until_s:
                 call.fail(RequestError(DRAINING, "no coordinator has come back"))
 
     def _send(self, **event: Any) -> None:
@@ -442,7 +445,10 @@ class RemoteControl:
     def _failed(self, call: _Call, error: RequestError) -> None:
         """End a call, or have it resumed again where that may help."""
         now = time.monotonic()
-        if error.reason in _PASSING and call.admitted.done() and now < call.resume_until_s:
+        if error.reason == DRAINING and self._resumes:  # the next coordinator takes it
+            call.is_attached, call.resume_until_s = False, call.resume_until_s or now + RESUME_DEADLINE_S
+            asyncio.get_running_loop().call_later(call.resume_until_s - now, self._give_up_late)
+        elif error.reason in _PASSING and call.admitted.done() and now < call.resume_until_s:
             asyncio.get_running_loop().call_later(AGAIN_S, self._resume, call)
         else:
             call.fail(error)

@@ -34,6 +34,7 @@ from serving_core.reasons import (
     QUEUE_FULL,
 )
 from serving_core.shapes import DECODE, MIXED, PREFILL, ROLES, Shape, check_shape, common, role_of
+from serving_core.version import MAX_SKEW, VERSION, is_within_skew
 
 RECOVERY_S: Final = 5.0  # after a pause, in which nodes have ended their streams and attach again
 
@@ -326,6 +327,7 @@ class Registry:
         if len(others) >= MAX_NODES:
             raise RequestError(QUEUE_FULL, f"the fleet has {MAX_NODES} nodes, its limit")
         changes = self._with_changes_of(hello)
+        check_version(f"node {hello.node.name}", hello.node.version)
         self._check_fingerprint(hello.node, others, changes)
         self._check_adapters(hello.node)
         self._check_name(hello)
@@ -584,6 +586,13 @@ def _check_hello(hello: fleet_pb2.Hello) -> None:
         )
     if len(hello.kv_keys) > MAX_TP_SIZE or any(len(key) != KV_KEY_BYTES for key in hello.kv_keys):
         raise RequestError(BAD_PARAM, f"node {info.name} must have {MAX_TP_SIZE} keys of {KV_KEY_BYTES} bytes at most")
+
+
+def check_version(name: str, version: str) -> None:
+    """Raise RequestError if a process of this version may not serve with the coordinator."""
+    if not is_within_skew(version, VERSION):
+        apart = f"version is {version[:MAX_NAME_CHARS] or 'missing'} and {VERSION}, more than {MAX_SKEW} minor apart"
+        raise RequestError(PAIRING_MISMATCH, f"{name} and the coordinator differ: {apart}")
 
 
 def _compare(names: str, given: Mapping[str, str], expected: Mapping[str, str]) -> None:

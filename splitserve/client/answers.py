@@ -195,6 +195,7 @@ class NodeInfo:
     """An attached node.
 
     fingerprint must be equal on all nodes, engine may differ, and numerics may differ and change the bits of outputs.
+    version is at most one minor from the coordinator's.
     """
 
     name: str
@@ -203,6 +204,7 @@ class NodeInfo:
     fingerprint: Mapping[str, str]
     engine: Mapping[str, str]
     numerics: Mapping[str, str]
+    version: str
 
 
 @dataclass(frozen=True, slots=True)

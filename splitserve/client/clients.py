@@ -268,13 +268,14 @@ class AsyncClient:
         """
         return _serving(await self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service)))
 
-    def drain(self, node: str, *, deadline_s: float | None = None) -> AsyncGenerator[int]:
-        """Drain a node, and yield the number of requests left on it at each change, down to 0.
+    def drain(self, node: str | None, *, deadline_s: float | None = None) -> AsyncGenerator[int]:
+        """Drain a node, or the whole fleet with None; yield the number of requests left at each change, down to 0.
 
-        Raises ClientError when the server refuses or does not reply. The node continues to drain when the loop is left,
-        or after `deadline_s` seconds.
+        A fleet that drains refuses new calls until its coordinator is restarted. Raises ClientError when the server
+        refuses or does not reply. The drain continues when the loop is left, or after `deadline_s` seconds.
         """
-        return self._stream(self._admin.Drain, inference_pb2.DrainRequest(node=node), _num_left, deadline_s)
+        request = inference_pb2.DrainRequest(node=node or "", all=node is None)
+        return self._stream(self._admin.Drain, request, _num_left, deadline_s)
 
     async def wait_until_healthy(self, *, deadline_s: float) -> None:
         """Wait until the server accepts requests; it may not have started yet.

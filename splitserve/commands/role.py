@@ -72,22 +72,29 @@ def _shape(role: str, prompt_tokens: int | None, slots: int | None, *, accepts_t
 
 
 @click.command()
-@click.argument("node")
+@click.argument("node", required=False)
 @operator_options
+@click.option(
+    "--all", "is_all", is_flag=True, help="Drain the whole fleet: new calls are refused until the coordinator restarts."
+)
 @click.option(
     "--deadline",
     "deadline_s",
     type=click.FloatRange(min=0, min_open=True),
     default=REQUEST_TIMEOUT_S,
     show_default=True,
-    help="Wait this many seconds until nothing is left; the node continues to drain afterwards.",
+    help="Wait this many seconds until nothing is left; the drain continues afterwards.",
 )
-def drain(node: str, server: Server, deadline_s: float) -> None:
-    """Drain NODE: it gets no new requests, and its running requests migrate to other nodes.
+def drain(node: str | None, server: Server, is_all: bool, deadline_s: float) -> None:
+    """Drain NODE: it gets no new requests, and its running requests migrate to other nodes. With --all drain the fleet.
 
     Returns when nothing is left. A second drain of the same node waits for the same end.
     """
-    with server.client() as client, waiting(f"Asking {node} to drain") as show:
+    if is_all == (node is not None):
+        raise click.UsageError("give either a NODE or --all")
+    name = node or "the fleet"
+    with server.client() as client, waiting(f"Asking {name} to drain") as show:
         for num_left in client.drain(node, deadline_s=deadline_s):
-            show(f"{node} is draining: {num_left} {'request' if num_left == 1 else 'requests'} left")
-    stdout.print(f"{node} is drained: it has no part in any request", markup=False, soft_wrap=True)
+            show(f"{name} is draining: {num_left} {'request' if num_left == 1 else 'requests'} left")
+    done = "it has no part in any request" if node else "no request is left, and new calls are refused until a restart"
+    stdout.print(f"{name} is drained: {done}", markup=False, soft_wrap=True)

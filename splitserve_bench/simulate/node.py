@@ -14,6 +14,7 @@ from serving_core.node.costs import NUM_RECENT, StepCosts, StepRates
 from serving_core.node.prefix import numerics_of
 from serving_core.requests import Work
 from serving_core.shapes import preset, role_of
+from serving_core.version import VERSION
 from serving_node.decisions import CancelLoad, Load, Offload
 from serving_node.kv_offload import OffloadPlan
 from serving_node.scheduler import Limits, NodeScheduler
@@ -73,7 +74,10 @@ class SimulatedNode:
         sizes, shape = self._sizes, self.scheduler.shape
         return fleet_pb2.Hello(
             node=inference_pb2.NodeInfo(
-                name=self.name, role=role_of(shape), fingerprint={**FINGERPRINT, VERSION_KEY: PROTOCOL_VERSION}
+                name=self.name,
+                role=role_of(shape),
+                version=VERSION,
+                fingerprint={**FINGERPRINT, VERSION_KEY: PROTOCOL_VERSION},
             ),
             num_blocks=sizes.num_blocks,
             block_size=sizes.block_size,

@@ -39,7 +39,7 @@ def test_each_is_run_by_somebody():
         ("splitserve up MODEL --kv-transport pigeons", "is not one of"),
         ("splitserve drains decode-0", "No such command"),
         ("splitserve role decode-0 cook", "is not one of"),
-        ("splitserve drain", "Missing argument"),
+        ("splitserve role decode-0", "Missing argument"),
         ("echo hi | splitserve generate - --max-token 3", "No such option"),
         ("SPLITSERVE_FLEET_SECRETS=x splitserve status", "nothing reads SPLITSERVE_FLEET_SECRETS"),
         ("python -m prefill_node MODEL --prompt 3", "No such option"),

@@ -242,10 +242,11 @@ class Cluster:
         given = {**ports, **self._tls("coordinator"), **self._coordinator_flags, **flags}
         return self._start("coordinator", "coordinator", given, env)
 
-    def start_standby(self) -> Child:
-        """Starts a coordinator that waits for the end of the cluster's; `take_over` makes it the cluster's."""
+    def start_standby(self, **flags: object) -> Child:
+        """Starts a coordinator that waits for the end of the cluster's; `take_over` and `pass_on` make it the
+        cluster's."""
         ports = {"grpc_port": self.port, "fleet_port": self.fleet_port, "http_port": self.http_port}
-        given = {**ports, **self._tls("coordinator"), **self._coordinator_flags, "standby": True}
+        given = {**ports, **self._tls("coordinator"), **self._coordinator_flags, "standby": True, **flags}
         log = self.folder / "standby.log"  # an earlier standby's too
         num_before = log.read_text().count(STANDS_BY) if log.exists() else 0
         child = self._start("standby", "coordinator", given, None)
@@ -257,13 +258,23 @@ class Cluster:
         self.kill("coordinator")
         self.children["coordinator"] = self.children.pop("standby")
 
-    def start_api_server(self) -> tuple[int, int]:
+    def pass_on(self) -> None:
+        """Stops the coordinator, whose place the standby takes."""
+        assert self.children["coordinator"].stop() == 0
+        self.children["coordinator"] = self.children.pop("standby")
+
+    def start_api_server(self, **flags: object) -> tuple[int, int]:
         """Starts an API server by itself, and returns its ports, of gRPC and of HTTP."""
-        grpc_port, http_port = free_port(), free_port()
-        ports = {"grpc_port": grpc_port, "http_port": http_port, "coordinator": f"127.0.0.1:{self.fleet_port}"}
-        self._start(f"api-{grpc_port}", "coordinator.api", {**self._tls("coordinator"), **ports}, None)
+        _, (grpc_port, http_port) = self.launch_api_server(**flags)
         wait_until(lambda: self.is_serving(grpc_port), "the API server serves", self._start_deadline_s)
         return grpc_port, http_port
+
+    def launch_api_server(self, **flags: object) -> tuple[Child, tuple[int, int]]:
+        """Starts an API server by itself, which may never serve."""
+        grpc_port, http_port = free_port(), free_port()
+        ports = {"grpc_port": grpc_port, "http_port": http_port, "coordinator": f"127.0.0.1:{self.fleet_port}"}
+        given = {**self._tls("coordinator"), **ports, **flags}
+        return self._start(f"api-{grpc_port}", "coordinator.api", given, None), (grpc_port, http_port)
 
     def start_node(self, name: str, *, env: Flags | None = None, **flags: object) -> Child:
         """Starts prefill-N, decode-N or mixed-N; `flags` and `env` go over the cluster's."""
@@ -290,10 +301,18 @@ class Cluster:
         return self.children[name]
 
     def _spawn(self, name: str, module: str, model: Path, flags: Flags, env: Flags) -> Child:
+        """The flag `version` is none: the process takes itself for one of that version."""
+        flags, version = {key: value for key, value in flags.items() if key != "version"}, flags.get("version")
         python = self._coordinator_python if module == "coordinator" else sys.executable
         log = self.folder / f"{name}.log"
         options = {"env": {**self.env, **env}, "python": python, "num_descriptors": self._num_descriptors}
-        child = Child(name, module, str(model), flags=flags, log=log, **options)
+        if version is not None:
+            env_of_tests = {"PYTHONPATH": Path(__file__).parents[2]}
+            options |= {"env": {**options["env"], **env_of_tests}, "prefix": ("env",)}
+            words = (str(version), module, str(model))
+            child = Child(name, "tests.system.other_version", *words, flags=flags, log=log, **options)
+        else:
+            child = Child(name, module, str(model), flags=flags, log=log, **options)
         self._everyone.append(child)
         return child
 

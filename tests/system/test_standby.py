@@ -86,6 +86,16 @@ def test_no_stream_notices_that_its_coordinator_was_killed(cluster):
     cluster.wait_all_free()
 
 
+def test_no_stream_notices_that_its_coordinator_was_stopped(cluster):
+    """Its own clients' streams end with it; those of the API server go on at the standby."""
+    ports = cluster.start_api_server()
+    undisturbed = asyncio.run(stream_all(cluster, ports))
+    cluster.start_standby()
+    assert asyncio.run(stream_all(cluster, ports, cluster.pass_on)) == undisturbed
+    cluster.wait_complete()
+    cluster.wait_all_free()
+
+
 def test_a_standby_ends_when_it_is_told_to(cluster):
     assert cluster.start_standby().stop() == 0
     assert cluster.is_serving()

@@ -292,6 +292,37 @@ def test_a_drain_moves_the_answers_and_tells_what_is_left(tmp_path, caplog):
     run(scenario())
 
 
+def test_a_fleet_drains_until_its_last_request_has_ended(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            call = c.generate("hi", max_tokens=4)
+            attempt = await begin_to_write(c)
+            stub = inference_pb2_grpc.AdminStub(c.channel)
+            draining = stub.Drain(inference_pb2.DrainRequest(all=True), timeout=DEADLINE_S)
+            assert await next_left(draining) == 1
+            code, info, _ = await refusal_of(c.generate("hi", request_id="late"))
+            assert (code, info.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+            await step(c.nodes["d0"], attempt, 1, "bcd", events.LENGTH)
+            assert (await read_all(call))[0] == "abcd"
+            assert await next_left(draining) == 0
+            assert await draining.read() is grpc.aio.EOF
+            assert await states(c) == {"p0": "ready", "d0": "ready"}
+
+    run(scenario())
+
+
+def test_a_drain_is_of_a_node_or_of_the_fleet(tmp_path):
+    async def scenario():
+        async with cluster(tmp_path) as c:
+            stub = inference_pb2_grpc.AdminStub(c.channel)
+            call = stub.Drain(inference_pb2.DrainRequest(node="d0", all=True), timeout=DEADLINE_S)
+            code, _, sentence = await refusal_of(call)
+            assert (code, sentence) == (grpc.StatusCode.INVALID_ARGUMENT, "node and all cannot both be set")
+            assert await states(c) == {"p0": "ready", "d0": "ready"}
+
+    run(scenario())
+
+
 def test_a_second_drain_waits_for_the_same_end(tmp_path):
     async def scenario():
         async with cluster(tmp_path, nodes=("p0", "d0", "d1")) as c:

@@ -1,15 +1,18 @@
 """Registry and timeline, and nodes of unlike kinds, by example."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.control.nodes import MAX_PAIRS, Kinds, Registry, num_kinds
+from coordinator.control.nodes import MAX_NAME_CHARS, MAX_PAIRS, Kinds, Registry, num_kinds
 from coordinator.control.request import Phase, Timeline
 from protos import fleet_pb2, inference_pb2
 from protos.convert import PROTOCOL_VERSION, shape_to_wire
 from serving_core.errors import RequestError
 from serving_core.shapes import ROLES, Shape, preset
+from serving_core.version import VERSION
 from tests import fleet_events as events
 from tests.scripted_nodes import cluster, run
 
@@ -120,6 +123,22 @@ def test_the_first_node_must_fit_the_coordinator(registry, fact, difference):
     with pytest.raises(RequestError, match=f"node d0 and the coordinator differ: {difference}") as error:
         registry.admit(hello("d0", **{fact: "0"}), 0.0)
     assert error.value.reason == "PAIRING_MISMATCH"
+
+
+@pytest.mark.parametrize("version", ["", "0.99.0", "9.0.0", "0.99." + "1" * 500])
+def test_a_node_of_a_version_too_far_away_is_refused(registry, version):
+    told = f"version is {version[:MAX_NAME_CHARS] or 'missing'} and {VERSION}, more than 1 minor apart"
+    with pytest.raises(RequestError, match=f"node d0 and the coordinator differ: {re.escape(told)}") as error:
+        registry.admit(hello("d0", version=version), 0.0)
+    assert error.value.reason == "PAIRING_MISMATCH"
+    assert registry.nodes == []
+
+
+def test_versions_next_to_the_coordinators_are_in_one_fleet(registry):
+    major, minor, _ = VERSION.split(".")
+    nodes = [registry.admit(hello("d0", version=VERSION), 0.0)]
+    nodes.append(registry.admit(hello("d1", version=f"{major}.{int(minor) + 1}.7"), 0.0))
+    assert registry.nodes == nodes
 
 
 @pytest.mark.parametrize("incarnation", ["0", "1", "2"])

@@ -46,6 +46,21 @@ def test_drain_tells_what_is_left_and_ends_with_one_line(run, script):
     assert script.requests[-1] == inference_pb2.DrainRequest(node="decode-0")
 
 
+def test_drain_of_the_whole_fleet(run, script):
+    script.drained = [1, 0]
+    result = run("drain", "--all")
+    told = "the fleet is drained: no request is left, and new calls are refused until a restart\n"
+    assert (result.exit_code, result.stdout) == (0, told)
+    assert script.requests[-1] == inference_pb2.DrainRequest(all=True)
+
+
+@pytest.mark.parametrize("words", [(), ("decode-0", "--all")])
+def test_drain_wants_one_node_or_all(run, words):
+    result = run("drain", *words)
+    assert result.exit_code == 2
+    assert "give either a NODE or --all" in result.stderr
+
+
 def test_a_drain_that_is_refused_is_one_sentence(run, script):
     sentence = "node decode-0 cannot drain: no other node decodes sequences"
     script.failures = [refusal(grpc.StatusCode.FAILED_PRECONDITION, sentence, "NO_OTHER_NODE")]

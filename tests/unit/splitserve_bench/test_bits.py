@@ -85,6 +85,7 @@ def node(*, is_batch_invariant="no", batch_invariant="no", tp_size="1", kv_cache
         {"kv_cache_dtype": kv_cache_dtype},
         engine,
         {"is_batch_invariant": is_batch_invariant, **numerics},
+        "0.1.0",
     )
 
 
