@@ -112,5 +112,5 @@ def test_vllms_panels_fill(api):
 
 def test_no_alert_is_raised(api):
     wait_until(lambda: is_there(api, "splitserve_ready"), "a scrape", DEADLINE_S)
-    alerts = [query for where, query, _ in queries() if where.startswith("alert") and "Limits" not in where]
+    alerts = [query for where, query, _ in queries() if where.startswith("alert") and "SloMissed" not in where]
     assert [query for query in alerts if result(api, query)] == []

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from coordinator.control.request import MAX_MARKS, Mark, Phase, Timeline
 from coordinator.control.request_log import MAX_MIGRATIONS, CallRecord, SequenceRecord, sequence_index
@@ -293,6 +294,28 @@ def test_a_call_nobody_traces_gets_a_trace_of_its_own(tmp_path, receiver):
         assert root.attributes["gen_ai.usage.output_tokens"] == 2
         assert root.attributes["gen_ai.response.finish_reasons"] == ["length"]
         assert receiver.resources[0]["service.name"] == "splitserve"
+
+    run(scenario())
+
+
+def test_attributes_have_names_values_and_types_of_the_conventions(tmp_path, receiver):
+    """By the package that OpenTelemetry makes of its conventions."""
+    names = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
+    operations = {each.value for each in gen_ai_attributes.GenAiOperationNameValues}
+    types = {"usage": int, "operation": str, "provider": str}
+
+    async def scenario():
+        async with cluster(tmp_path, otlp_endpoint=receiver.endpoint, http_port=0) as c:
+            await answer_over_grpc(c, "g")
+            await answer_over_http(c, "h")
+            for request_id in ("g", "h"):
+                root = await trace_of(receiver, request_id)
+                told = {key: value for key, value in root.attributes.items() if key.startswith("gen_ai.")}
+                assert set(told) <= names
+                assert root.name == f"{told['gen_ai.operation.name']} {told['gen_ai.request.model']}"
+                assert told["gen_ai.operation.name"] in operations
+                for key, value in told.items():
+                    assert isinstance(value, types.get(key.split(".")[1], object)), key
 
     run(scenario())
 

@@ -52,6 +52,14 @@ def rendered(*values):
     return [each if isinstance(each, str) else _objects(each) for each in json.loads(done.stdout)]
 
 
+def lint():
+    """Return what `helm lint` says against the chart."""
+    script = f"import json, helm_python.chart as c; print(json.dumps(c.lint({str(CHART)!r}, strict=True)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
+    told = json.loads(done.stdout)
+    return told["errors"] + [each for each in told["messages"] if each["severity"] > 1]
+
+
 def _objects(texts):
     manifests = [text for name, text in texts.items() if name.endswith(".yaml")]
     return [each for text in manifests for each in yaml.safe_load_all(text) if each]

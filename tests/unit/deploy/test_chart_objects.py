@@ -22,6 +22,7 @@ from tests.unit.deploy.chart_kit import (
     WORKLOADS,
     component,
     container,
+    lint,
     named,
     objects,
     pods,
@@ -98,6 +99,10 @@ def test_no_object_is_there_twice_and_all_are_in_the_namespace(variant):
 
 
 # ---- values ----
+
+
+def test_helm_finds_no_fault_in_the_chart():
+    assert lint() == []
 
 
 REFUSED = {  # values, and what the error names

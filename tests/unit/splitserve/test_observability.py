@@ -52,28 +52,69 @@ def test_a_step_that_hangs_is_told_before_nobody_tells_of_it():
     assert attached_s < CoordinatorSettings().step_timeout_s - 2 * scrape_s
 
 
-ALERT_TESTS = {  # what promtool is to find, by rule: series as it writes them, when, and whose alert there is
+C, A = {"instance": "c"}, {"node": "a"}
+FAILED, FINISHED = "splitserve_requests_failed_total", "splitserve_requests_finished_total"
+REFUSED, NODES = "splitserve_requests_refused_total", 'splitserve_nodes{instance="c",role="mixed"}'
+ATTAINED, OF_CLASS = (
+    'splitserve_slo_attained_total{limit="both",slo_class="a"}',
+    'splitserve_slo_requests_total{slo_class="a"}',
+)
+NODE_AGE, OWN_AGE = 'splitserve_node_step_age_seconds{node="a"}', 'splitserve_step_age_seconds{node="a"}'
+ALERT_TESTS = {  # what promtool is to find, by rule: series as it writes them, when, and the labels of the alerts
+    "SplitServeNotReady": [
+        ({'splitserve_ready{instance="c"}': "0x9"}, "1m", [C]),
+        ({'splitserve_ready{instance="c"}': "0x9"}, "45s", []),
+        ({'splitserve_ready{instance="c"}': "0x2 1x9"}, "2m", []),
+    ],
+    "SplitServeProcessDown": [
+        ({'up{instance="c",job="splitserve"}': "1 0x9"}, "3m", [C | {"job": "splitserve"}]),
+        ({'up{instance="c",job="splitserve"}': "1 0x9"}, "2m", []),
+        ({'up{instance="c",job="nodes-of-splitserve"}': "0x20"}, "3m", []),  # which may be loading
+    ],
+    "SplitServeRequestsFail": [
+        ({FAILED: "0+1x60", FINISHED: "0+10x60"}, "6m", [{}]),
+        ({FAILED: "0+1x60", FINISHED: "0+10x60"}, "4m", []),
+        ({FAILED: "0+1x60", FINISHED: "0+30x60"}, "14m", []),
+    ],
+    "SplitServeRequestsRefused": [
+        ({f'{REFUSED}{{reason="QUEUE_FULL"}}': "0+1x60"}, "11m", [{}]),
+        ({f'{REFUSED}{{reason="QUEUE_FULL"}}': "0+1x60"}, "9m", []),
+        ({f'{REFUSED}{{reason="PROMPT_TOO_LONG"}}': "0+1x60"}, "14m", []),
+    ],
+    "SplitServeSloMissed": [
+        ({ATTAINED: "0+8x60", OF_CLASS: "0+10x60"}, "11m", [{"slo_class": "a"}]),
+        ({ATTAINED: "0+8x60", OF_CLASS: "0+10x60"}, "9m", []),
+        ({ATTAINED: "0+19x60", OF_CLASS: "0+20x60"}, "14m", []),
+    ],
     "SplitServeStepHangs": [
-        ({'splitserve_step_age_seconds{node="a"}': "0 10 25 40"}, "45s", ["a"]),  # it has left
-        ({f'splitserve_{name}step_age_seconds{{node="a"}}': "0 10 25 40" for name in ("", "node_")}, "45s", []),
-        ({'splitserve_node_step_age_seconds{node="a"}': "40 55 70 85"}, "45s", ["a"]),
+        ({OWN_AGE: "0 10 25 40"}, "45s", [A]),  # it has left
+        ({OWN_AGE: "0 10 25 40", NODE_AGE: "0 10 25 40"}, "45s", []),
+        ({NODE_AGE: "40 55 70 85"}, "45s", [A]),
     ],
     "SplitServeNodesLost": [
-        ({'splitserve_nodes{instance="c",role="mixed"}': "4x8 3x20"}, "5m", ["c"]),
-        ({'splitserve_nodes{instance="c",role="mixed"}': "4x8 3x4 4x20"}, "5m", []),  # it is back
-        ({'splitserve_nodes{instance="c",role="mixed"}': "2x8 4x20"}, "5m", []),
+        ({NODES: "4x8 3x20"}, "5m", [C]),
+        ({NODES: "4x8 3x4 4x20"}, "5m", []),  # it is back
+        ({NODES: "2x8 4x20"}, "5m", []),
+    ],
+    "SplitServeBlocksLeaked": [
+        ({'splitserve_node_kv_blocks_leaked{node="a"}': "0 3x9"}, "75s", [A]),
+        ({'splitserve_node_kv_blocks_leaked{node="a"}': "0 3 0x9"}, "75s", []),
     ],
 }
+
+
+def test_every_alert_is_tried():
+    [group] = yaml.safe_load(ALERTS.read_text())["groups"]
+    assert set(ALERT_TESTS) == {each["alert"] for each in group["rules"]}
 
 
 @needs_promtool
 @pytest.mark.parametrize("name", ALERT_TESTS)
 def test_alerts_are_raised_by_what_they_are_for(tmp_path, name):
     tests = []
-    for series, at, alerted in ALERT_TESTS[name]:
+    for series, at, alerts in ALERT_TESTS[name]:
         given = [{"series": each, "values": values} for each, values in series.items()]
-        label = "node" if name == "SplitServeStepHangs" else "instance"
-        wanted = [{"exp_labels": {label: each}} for each in alerted]
+        wanted = [{"exp_labels": labels} for labels in alerts]
         asked = {"eval_time": at, "alertname": name, "exp_alerts": wanted}
         tests.append({"interval": "15s", "input_series": given, "alert_rule_test": [asked]})
     files = {"rule_files": ["rules.yml"], "evaluation_interval": "15s"}
