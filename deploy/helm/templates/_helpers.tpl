@@ -80,7 +80,7 @@ spec:
     - name: model
       image: {{ .image }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
-      command: [python, -m, splitserve.launch.models]
+      command: [python3, -m, splitserve.launch.models] # an image with vLLM has no `python`
       args: [{{ $values.model | quote }}]
       env:
         - name: HF_TOKEN

@@ -117,7 +117,6 @@ REFUSED = {  # values, and what the error names
         {"poolDefaults": {"engine": "vllm", "image": "v:1", "podsPerNode": 2}},
         "a node with vLLM has one pod",
     ),
-    "two engines": ({"pools": {"decode": {"engine": "vllm", "image": "v:1"}}}, "the same engine"),
     "ranks in the clear, with TLS": ({"tls": {"enabled": True}, "poolDefaults": {"podsPerNode": 2}}, "trusted-network"),
 }
 

@@ -103,7 +103,7 @@ def test_the_model_is_fetched_before_and_into_what_is_read_then(variant, name):
     pod = pods(variant)[name]
     (before,) = pod["spec"]["initContainers"]
     python, dash_m, module = before["command"]
-    assert (python, dash_m) == ("python", "-m")
+    assert (python, dash_m) == ("python3", "-m")
     assert importlib.util.find_spec(module) is not None
     assert before["args"] == [VARIANTS[variant].get("model", "")]
     assert before["image"] == container(pod)["image"]
