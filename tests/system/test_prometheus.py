@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed (Debian: apt install prometheus)"),
 ]
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 # What has nothing to show in a cluster where all is well: ratios without a divisor, and what is shown above 0.
 QUIET = (
     "splitserve_requests_failed_total",
