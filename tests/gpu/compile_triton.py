@@ -1,9 +1,9 @@
 """`python -m tests.gpu.compile_triton CAPABILITY BYTES`: compiles the kernels of Triton for a device of that compute
-capability, such as 90, whose programs share so much memory, which takes no device; and writes the bytes of it that each
-program takes, and those that each of its threads has no registers for. To be run by a process whose Triton does not
-interpret."""
+capability, such as 90, whose programs share at most BYTES of memory. This takes no device, and a process whose Triton
+does not interpret. Writes a line of JSON for each of `cases`: what the compiled program takes and has."""
 
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -205,6 +205,22 @@ def compiled(capability, kernel, pointers, numbers, constants, stages=3, warps=4
     )
 
 
+TENSOR_CORES = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
+ASYNC_COPY = re.compile(r"cp\.async\.\w+\.shared\.global.*, 0x(\w+),")
+
+
+def report(kernel):
+    """`shared` and `spilled` are bytes, of the program and of each of its threads; `products` are the names of
+    instructions of tensor cores, `copies` the sizes of asynchronous copies into shared memory."""
+    ptx = kernel.asm["ptx"]
+    return {
+        "shared": kernel.metadata.shared,
+        "spilled": spilled_bytes(kernel.asm["cubin"]),
+        "products": sorted(set(TENSOR_CORES.findall(ptx))),
+        "copies": sorted({int(size, 16) for size in ASYNC_COPY.findall(ptx)}),
+    }
+
+
 def spilled_bytes(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -217,5 +233,4 @@ def spilled_bytes(cubin):
 if __name__ == "__main__":
     capability, memory_bytes = map(int, sys.argv[1:])
     for case in cases(capability, memory_bytes):
-        kernel = compiled(capability, *case)
-        sys.stdout.write(f"{kernel.metadata.shared} {spilled_bytes(kernel.asm['cubin'])}\n")
+        sys.stdout.write(f"{json.dumps(report(compiled(capability, *case)))}\n")

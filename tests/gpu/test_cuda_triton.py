@@ -1,9 +1,5 @@
 """Attention by Triton: against the portable backend, and in engines whose blocks varlen_attn does not take."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -12,7 +8,6 @@ pytest.importorskip("triton", reason="Triton, which comes with torch for CUDA, i
 from engine.attention.backends import batch_invariant_attentions, choose_attention
 from engine.attention.paged import PortableAttention
 from engine.attention.triton_paged import (
-    ALONE,
     DEEP_STAGES,
     FEW_ROWS,
     MANY_ROWS,
@@ -20,9 +15,7 @@ from engine.attention.triton_paged import (
     SHARING_ROWS,
     STAGES,
     TritonAttention,
-    attend,
     most_rows,
-    shared_bytes,
     stages_by_rows,
 )
 from engine.attention.varlen import GatheredAttention
@@ -34,7 +27,6 @@ from serving_core.layout import KVLayout
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from tests.gpu.attention_kit import CUDA, random_pool, shares_of
-from tests.gpu.compile_triton import BYTES, cases
 from tests.tiny_models import write_tiny_model
 from tests.toy_scheduler import greedy, run_all
 
@@ -145,24 +137,6 @@ def test_wide_heads_have_smaller_programs_where_a_device_has_little_memory(head_
     stages = stages_by_rows(head_dim, max(2, itemsize), itemsize, memory_kib * 1024)
     rows = most_rows(MANY_ROWS, stages)
     assert (rows, stages[rows]) == expected
-
-
-@pytest.mark.parametrize(("capability", "most_bytes"), [(80, 163 * 1024), (89, 99 * 1024), (90, 227 * 1024)])
-def test_it_is_compiled_for_a_device_and_fits_its_shared_memory(capability, most_bytes):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and "children" not in path)
-    argv = [sys.executable, "-m", "tests.gpu.compile_triton", str(capability), str(most_bytes)]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    sizes = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert max(shared for shared, _ in sizes) <= most_bytes
-    of_cases = [*zip(cases(capability, most_bytes), sizes, strict=True)]
-    of_shared_keys = {spilled for case, (_, spilled) in of_cases if case[3].get("SPLITS", ALONE) > ALONE}
-    assert of_shared_keys == {0}, "registers are too few"
-    for (kernel, pointers, _, constants, *stages), (shared, _) in of_cases:
-        if kernel is attend and capability < 90:
-            itemsizes = BYTES[pointers["queries"]], BYTES[pointers["keys"]]
-            assert shared <= shared_bytes(constants["ROWS"], *stages, constants["HEAD_DIM"], *itemsizes)
 
 
 @pytest.mark.parametrize(
