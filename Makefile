@@ -13,7 +13,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I.
 MESSAGES := protos/api_servers.proto protos/fleet.proto protos/inference.proto protos/ranks.proto
 SERVICES := protos/api_servers.proto protos/fleet.proto protos/inference.proto
 
-.PHONY: demo docs material test test-nightly coverage faults fuzz atheris soak compose-demo check format tables setup model vllm protos check-protos clean
+.PHONY: demo docs material test test-nightly test-torches coverage faults fuzz atheris soak compose-demo check format tables setup model vllm protos check-protos clean
 
 demo: $(READY_TO_RUN)
 	@$(BIN)/splitserve demo
@@ -52,7 +52,7 @@ NIGHTLY = $(PYTEST) -n 3 --shard $(SHARD) --hypothesis-profile=nightly
 
 # Triton, which torch for CUDA brings, is there for the tests of its kernels alone: in a folder of its own.
 TRITON := $(VENV)/triton
-TRITON_TESTS := $(addprefix tests/gpu/test_cuda_,triton.py mixed.py few_bits.py ops.py)
+TRITON_TESTS := $(addprefix tests/gpu/test_cuda_,triton.py compiled.py mixed.py few_bits.py ops.py)
 
 test-nightly: setup model atheris material
 	@[ -d $(TRITON) ] || $(BIN)/python -m pip --disable-pip-version-check install -q --no-deps -t $(TRITON) triton==3.8.0
@@ -60,6 +60,20 @@ test-nightly: setup model atheris material
 	$(NIGHTLY) || failed=1; \
 	$(NIGHTLY) --dist worksteal --simulate-cuda tests/gpu tests/simulated_cuda || failed=1; \
 	PYTHONPATH=$(TRITON) $(NIGHTLY) --simulate-cuda $(TRITON_TESTS) || [ $$? = 5 ] || failed=1; \
+	exit $$failed
+
+# The simulated device with torch's builds for CUDA, which a machine with a card has, from the oldest that is supported to
+# the newest: their varlen_attn, their Triton. Each takes an environment of its own of 6 GB.
+TORCHES ?= 2.11.0 2.13.0
+SIMULATED = $(ENVIRONMENT) .venv-torch-$$torch/bin/pytest -q -n 3 --shard $(SHARD) --dist worksteal --simulate-cuda
+
+test-torches:
+	failed=0; \
+	for torch in $(TORCHES); do \
+		$(MAKE) setup VENV=.venv-torch-$$torch TORCH=torch==$$torch CPU_INDEX= || { failed=1; continue; }; \
+		SIMULATED_TRITON=0 $(SIMULATED) tests/gpu tests/simulated_cuda || failed=1; \
+		$(SIMULATED) $(TRITON_TESTS) || failed=1; \
+	done; \
 	exit $$failed
 
 # Every row of the matrix of faults, with real processes: what struck, what became of requests, what was lost.
@@ -99,7 +113,7 @@ format: setup
 
 # The tables of docs/ that the code knows, written anew. Tests compare.
 tables: setup
-	@for table in api field metric model settings state; do $(BIN)/python -m tests.$${table}_table || exit 1; done
+	@for table in api device field metric model settings state; do $(BIN)/python -m tests.$${table}_table || exit 1; done
 	@$(BIN)/python -m tests.call_conformance
 
 # The documentation as a site with search, in build/site. A link that leads nowhere ends it.

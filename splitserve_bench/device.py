@@ -35,17 +35,23 @@ from serving_core.units import size_of
 from splitserve.launch.cluster import NO_HTTP, ClusterSettings
 from splitserve.launch.launcher import Cluster, free_port
 from splitserve.launch.models import LocalModel
+from splitserve_bench.device_report import DONE, FAILED, OUT_OF_TIME, about_here, write_report
 from splitserve_bench.engine.machine import least_s, measure_machine
 from splitserve_bench.models import SHAPES, shape_of, write_random_model
 from splitserve_bench.options import ListOf, option
 from splitserve_bench.prompts import GREEDY, Prompts
 
-DONE, FAILED, OUT_OF_TIME = "done", "failed", "out of time"
+DEFAULT_LIMIT_S: Final = 540.0
 MIN_STEP_S: Final = 20.0  # a step that would get less is left for the next run
 STOP_S: Final = 10.0  # from SIGINT, at which pytest prints its summary, to SIGKILL
 NUM_LAST_LINES: Final = 25  # of what a step that was not done logged
 CALLS_PER_CAPTURE: Final = 16
 MODEL_WRITTEN: Final = "complete"  # the file that is written last
+KERNEL_TESTS: Final = ("triton", "ops", "few_bits", "mixed", "sampling", "quantized_pool", "streams", "experts")
+ENGINE_TESTS: Final = ("graphs", "engine", "ipc", "transfer", "features", "offload")
+TEST_FLAGS: Final = (
+    "-q -rfE -p no:cacheprovider -o filterwarnings=default -o timeout=60 --tb=short -n 8 --dist worksteal"
+)
 VARIANTS: Final = {  # steps that are `bench engine` with these flags
     "eager": "--enforce-eager",
     "invariant": "--batch-invariant",
@@ -174,7 +180,7 @@ OWN_STEPS: Final[Mapping[str, Callable[[Sizes, Path], None]]] = {
 
 
 def steps_of(sizes: Sizes, folder: Path, own: Sequence[str]) -> dict[str, tuple[float, list[str]]]:
-    """Return by its name, in order, each step's time limit in seconds and its arguments to `python`.
+    """Return by its name, the most telling first, each step's time limit in seconds and its arguments to `python`.
 
     `own` are the arguments that run a step of this script, without the step's name.
     """
@@ -189,12 +195,22 @@ def steps_of(sizes: Sizes, folder: Path, own: Sequence[str]) -> dict[str, tuple[
     transfer += f" --prompt-tokens {sizes.cluster_prompt_tokens}"
     measured = [*bench, "engine", str(folder), *engine.split()]
     return {
-        **{name: (240.0, [*own, "--only", name]) for name in OWN_STEPS},
-        "engine": (270.0, measured),
-        "tests": (360.0, ["-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "tests/gpu"]),
-        "transfer-device": (120.0, [*bench, "transfer", str(folder), *transfer.split()]),
-        **{name: (120.0, [*measured, *flags.split()]) for name, flags in VARIANTS.items()},
+        "device": (30.0, [*own, "--only", "device"]),
+        "tests-kernels": (90.0, tests_of(KERNEL_TESTS)),
+        "model": (60.0, [*own, "--only", "model"]),
+        "engine": (110.0, measured),
+        "tests-engines": (80.0, tests_of(ENGINE_TESTS)),
+        "split-1": (80.0, [*own, "--only", "split-1"]),
+        "transfer-device": (40.0, [*bench, "transfer", str(folder), *transfer.split()]),
+        "attention": (40.0, [*own, "--only", "attention"]),
+        **{name: (60.0, [*measured, *flags.split()]) for name, flags in VARIANTS.items()},
+        "tests-invariant": (240.0, tests_of(("invariant",))),
     }
+
+
+def tests_of(names: Sequence[str]) -> list[str]:
+    """Return the arguments to `python` that run the test files of these names in tests/gpu."""
+    return ["-m", "pytest", *TEST_FLAGS.split(), *(f"tests/gpu/test_cuda_{name}.py" for name in names)]
 
 
 def run_step(arguments: Sequence[str], limit_s: float, log: Path) -> dict[str, Any]:
@@ -222,21 +238,10 @@ def run_step(arguments: Sequence[str], limit_s: float, log: Path) -> dict[str, A
     return {"state": state, "seconds": seconds, "command": ["python", *arguments], "output": output, "log": last}
 
 
-def write_report(out: Path, title: str, steps: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace report.json and report.md in the folder `out` by the title and the results of these steps so far."""
-    parts = [f"# {title}"]
-    for name, step in steps.items():
-        parts += [f"## {name}: {step['state']}, {step['seconds']} s", f"`{' '.join(step['command'])}`"]
-        parts += ["```\n" + "\n".join([*step["output"].splitlines(), *step["log"]]) + "\n```"]
-    (out / "report.md").write_text("\n\n".join(parts) + "\n")
-    (out / ".report.json").write_text(json.dumps({"title": title, "steps": steps}, indent=1) + "\n")
-    os.replace(out / ".report.json", out / "report.json")  # which the next run reads
-
-
 @click.command(help=__doc__)
 @option("--out", default="device-report", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--steps", "names", default=None, type=ListOf("NAME,NAME,...", str), help="Only these, also if done.")
-@option("--limit-s", default=540.0, type=click.FloatRange(1.0), help="For all steps together.")
+@option("--limit-s", default=DEFAULT_LIMIT_S, type=click.FloatRange(1.0), help="For all steps together.")
 @option("--shape", default="llama-3.1-8b", type=click.Choice(tuple(SHAPES)))
 @click.option("--layers", default=0, type=click.IntRange(0), help="Take only this many layers of the --shape.")
 @click.option("--scratch", default=tempfile.gettempdir(), help="Folder for the model of random weights, which stays.")
@@ -264,8 +269,7 @@ def main(
     steps = steps_of(sizes, folder, ("-m", "splitserve_bench.device", *flags))
     if unknown := [name for name in names or () if name not in steps]:
         raise click.UsageError(f"--steps: there is no step {unknown[0]!r}, but {', '.join(steps)}")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    title = f"{shape}, {layers or 'all'} layers{', a trial' if trial else ''} on {device}"
+    title = f"{shape}, {layers or 'all'} layers{', a trial' if trial else ''} on {about_here()['device']}"
     out.mkdir(parents=True, exist_ok=True)
     path, done = out / "report.json", dict[str, Any]()
     if path.exists() and (found := json.loads(path.read_text())):

@@ -20,6 +20,7 @@ from serving_core.units import size_of
 from splitserve.launch.cluster import LOOPBACK, ClusterSettings
 from splitserve.launch.launcher import free_port
 from splitserve.launch.preflight import cuda_devices
+from splitserve_bench.device_report import kept_report, verdict
 
 PACKAGES: Final = ("splitserve", "torch", "transformers")
 CPU_INFO: Final = Path("/proc/cpuinfo")
@@ -56,6 +57,7 @@ def find_environment(model: str, cpus: Sequence[int], ports: Mapping[str, int] =
         "kernels": _kernels(),
         "memory": f"{size_of(available_bytes())} free of {size_of(psutil.virtual_memory().total)}",
         "CUDA devices": ", ".join(cuda_devices(os.environ)) or "none",
+        "CUDA on a card": verdict(kept_report()),
         "ports": ", ".join(
             f"{number} ({flag}) {'in use' if flag in taken else 'free'}" for flag, number in ports.items()
         ),

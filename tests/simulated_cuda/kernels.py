@@ -18,6 +18,7 @@ from tests.simulated_cuda.tensors import CudaTensor
 def interpret():
     """From now on kernels run there, and are captured as all else is."""
     interpreter.GridExecutor.__call__ = launched(interpreter.GridExecutor.__call__)
+    interpreter._patch_lang_tensor = indexed(interpreter._patch_lang_tensor)
     builder = interpreter.InterpreterBuilder
     builder.create_dot, builder.cast_impl = widened(builder.create_dot), over_float32(builder.cast_impl)
 
@@ -42,6 +43,16 @@ def launched(launch):
         run()
 
     return call
+
+
+def indexed(patch_tensor):
+    """A number is an index: Triton 3.6 has it in an array of one, which NumPy 2.4 turns into none by itself."""
+
+    def patched(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    return patched
 
 
 def widened(dot):

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import os
 import subprocess
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -20,12 +21,17 @@ aten = torch.ops.aten
 HERE = Path(__file__).parent
 GUARD = HERE / "__pycache__" / f"guard-{torch.__version__}.so"
 STREAMS = ("Stream", "Event", "stream", "default_stream", "current_stream", "set_stream", "synchronize", "_sleep")
+TRITON = (
+    "SIMULATED_TRITON"  # in the environment "0" does without it where torch has brought it: its interpreter is slow
+)
 REAL_INIT, REAL_DESTROY = distributed.init_process_group, distributed.destroy_process_group
 
 
 def simulate():
     """From now on this process and its children in Python have CUDA devices. Takes a C++ compiler."""
     load_guard()
+    if os.environ.get(TRITON) == "0":
+        sys.modules["triton"] = None  # as if it were not installed
     with warnings.catch_warnings():  # a torch for CUDA has kernels of its own there, and says once that they go
         warnings.simplefilter("ignore", UserWarning)
         register()

@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ from splitserve_bench import device
 from splitserve_bench.device import DONE, FAILED, OUT_OF_TIME, run_step
 
 LIMIT_S = 1200.0
+GPU_TESTS = Path(__file__).parents[2] / "gpu"
 
 
 def bench(*arguments):
@@ -102,6 +104,15 @@ def test_it_refuses_what_it_cannot_do(tmp_path):
         assert not (tmp_path / "out").exists()
     refused = bench("--trial", "--steps", "device,dance", "--out", tmp_path / "out")
     assert (refused.exit_code, "there is no step 'dance'" in refused.output) == (2, True)
+
+
+def test_what_tells_most_comes_first_within_the_limit_and_no_test_is_left_out(tmp_path):
+    steps = device.steps_of(device.Sizes("llama-3.1-8b", 0), tmp_path, ["-m", "splitserve_bench.device"])
+    assert sum(limit_s for limit_s, _ in [*steps.values()][: [*steps].index("eager")]) <= device.DEFAULT_LIMIT_S
+    run = {argument for _, arguments in steps.values() for argument in arguments if argument.startswith("tests/gpu/")}
+    present = {f"tests/gpu/{path.name}" for path in GPU_TESTS.glob("test_cuda_*.py")}
+    assert present - run == {"tests/gpu/test_cuda_compiled.py"}, "which needs no device"
+    assert run <= present
 
 
 @pytest.mark.nightly
