@@ -6,7 +6,7 @@ The tokenizer is byte-level: a token id below 256 is that byte, as in tests/tiny
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +39,7 @@ MODEL_ARCHS = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "lfm2": gguf.MODEL_ARCH.LFM2,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "qwen3_5": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe": gguf.MODEL_ARCH.QWEN35MOE,
 }
@@ -89,6 +90,8 @@ def write_gguf(
     tensors = _rounded(folder / "model.safetensors", kind)
     if "linear_num_key_heads" in said:
         tensors = {name: _of_linear_attention(name, tensor, said) for name, tensor in tensors.items()}
+    if family == "gpt_oss":
+        tensors = {known: each for name, tensor in tensors.items() for known, each in _of_gpt_oss(name, tensor)}
     _add_tensors(writer, family, said, _stacked(tensors) if stacks else tensors, kind)
     change(writer)
     write(writer)
@@ -132,10 +135,7 @@ def _add_config(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
     writer.add_vocab_size(said["vocab_size"])
     ropes = said["rope_parameters"]
     rope = ropes.get("full_attention", ropes)  # of Gemma 3, whose other rope llama.cpp knows
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
+    _add_rope(writer, rope)
     if not said["model_type"].startswith("gemma"):
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     elif said["model_type"] != "gemma":
@@ -143,8 +143,17 @@ def _add_config(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
         for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
             if said[cap] is not None:
                 getattr(writer, f"add_{cap}")(said[cap])
-    if said["model_type"] in ("cohere2", "phi3"):
+    if said["model_type"] in ("cohere2", "gpt_oss", "phi3"):
         writer.add_sliding_window(said["sliding_window"])
+
+
+def _add_rope(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
 def _add_linear_attention(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
@@ -165,6 +174,8 @@ def _add_scales(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
 def _add_experts(writer: gguf.GGUFWriter, said: dict[str, Any]) -> None:
     writer.add_expert_count(said.get("num_experts", said.get("num_local_experts")))
     writer.add_expert_used_count(said["num_experts_per_tok"])
+    if said["model_type"] == "gpt_oss":
+        writer.add_expert_feed_forward_length(said["intermediate_size"])
     if "moe_intermediate_size" in said:
         writer.add_expert_feed_forward_length(said["moe_intermediate_size"])
     if "shared_expert_intermediate_size" in said:
@@ -218,6 +229,20 @@ def _of_linear_attention(name: str, tensor: np.ndarray, said: dict[str, Any]) ->
         case [norm, "weight"] if norm.endswith("norm") and "linear_attn" not in name:
             return tensor + 1
     return tensor
+
+
+def _of_gpt_oss(name: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a file, by names that gguf knows: each projection of experts alone, outputs before inputs."""
+    path, _, last = name.rpartition(".")
+    projections = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)} if "gate_up" in last else {}
+    if not path.endswith("mlp.experts"):
+        yield f"{name}.weight" if last == "sinks" else name, tensor
+        return
+    for projection, outputs in (projections or {"down_proj": slice(None)}).items():
+        if last.endswith("_bias"):
+            yield f"{path}.{projection}.bias", np.ascontiguousarray(tensor[..., outputs])
+        else:
+            yield f"{path}.{projection}.weight", np.ascontiguousarray(tensor[..., outputs].swapaxes(1, 2))
 
 
 def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

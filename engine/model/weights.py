@@ -208,8 +208,9 @@ def open_checkpoint(folder: Path, root: str = "") -> Checkpoint:
     if not is_gguf(folder):
         return SafetensorsCheckpoint(weight_files(folder), root)
     from engine.model.checkpoint import GgufCheckpoint  # here, as few models need its imports
+    from engine.model.gpt_oss_files import GptOssFiles
 
-    return GgufCheckpoint(folder)
+    return GptOssFiles(GgufCheckpoint(folder))  # which changes no other model
 
 
 def _coming(

@@ -76,6 +76,13 @@ GATES_AND_SHARED: Final = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+GPT_OSS: Final = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
+OF_GPT_OSS: Final = {  # stacked as they are, and sinks without "weight"
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_exps.bias": "mlp.experts.gate_proj_bias",
+    "ffn_up_exps.bias": "mlp.experts.up_proj_bias",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
 EXPERT_COUNT: Final = "expert_count"
 STACKED: Final = "_exps"  # suffix of a tensor of all experts of a layer
 ONE_ROW: Final = "ffn_gate_inp_shexp"  # a vector in files
@@ -110,6 +117,7 @@ FOUR_NORMS: Final = Names(IN_LAYER | NORMS_OF_OUTPUTS)
 NAMES: Final = {
     "gemma2": FOUR_NORMS,
     "gemma3": FOUR_NORMS,
+    "gpt-oss": Names(IN_LAYER | GPT_OSS, MIXTURE.of_experts, OF_GPT_OSS),
     "lfm2": Names(IN_LAYER | OF_LFM2),
     "olmo2": FOUR_NORMS,
     "olmoe": MIXTURE,

@@ -19,6 +19,7 @@ ARCHITECTURES: Final = {  # Mistral and Mixtral models are named llama too
     "gemma": ("GemmaForCausalLM", "gemma"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "granite": ("GraniteForCausalLM", "granite"),
     lfm2.NAME: ("Lfm2ForCausalLM", "lfm2"),
     "llama": ("LlamaForCausalLM", "llama"),
@@ -104,7 +105,7 @@ def config_of(model: GgufModel, where: str) -> dict[str, Any]:
     _refuse_unknown(own, also_used, where)
     fields = JsonFields(own, where)
     architecture, model_type = ARCHITECTURES[name]
-    has_experts_alone = name == "qwen35moe" and "feed_forward_length" not in fields
+    has_experts_alone = name in ("gpt-oss", "qwen35moe") and "feed_forward_length" not in fields
     hidden_size, num_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     context = fields.integer("context_length")

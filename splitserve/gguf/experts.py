@@ -16,7 +16,14 @@ from serving_core.model_files.gguf_weights import EXPERT_COUNT, STACKED
 CHOSEN: Final = "expert_used_count"
 SIZE, SHARED_SIZE = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 IS_NORMALIZED: Final = "expert_weights_norm"
-NORMALIZES: Final = {"llama": True, "olmoe": False, "qwen2moe": False, "qwen35moe": True, "qwen3moe": True}
+NORMALIZES: Final = {
+    "gpt-oss": True,
+    "llama": True,
+    "olmoe": False,
+    "qwen2moe": False,
+    "qwen35moe": True,
+    "qwen3moe": True,
+}
 SHARES: Final = ("qwen2moe", "qwen35moe")  # an expert that computes all tokens
 USED: Final = frozenset({EXPERT_COUNT, CHOSEN, SIZE, IS_NORMALIZED})
 MIXTRAL: Final = ("MixtralForCausalLM", "mixtral")  # a llama with experts
@@ -53,6 +60,8 @@ def experts_config(name: str, fields: JsonFields, tensors: Mapping[str, GgufTens
     if name == "llama":
         architecture, model_type = MIXTRAL
         return {**config, "architectures": [architecture], "model_type": model_type, "num_local_experts": num_experts}
+    if name == "gpt-oss":
+        return {**config, "num_local_experts": num_experts, "intermediate_size": size}
     config |= {"num_experts": num_experts, "norm_topk_prob": NORMALIZES[name]}
     if name == "olmoe":
         return config
@@ -67,6 +76,8 @@ def experts_config(name: str, fields: JsonFields, tensors: Mapping[str, GgufTens
 
 def _size(name: str, fields: JsonFields, num_chosen: int) -> int:
     """Return the intermediate size of an expert."""
+    if name == "gpt-oss":
+        return fields.integer(SIZE)
     if name.startswith("qwen"):  # the oldest files have the total size of a token's experts
         return fields.integer(SIZE) if SIZE in fields else max(1, fields.integer("feed_forward_length") // num_chosen)
     size = fields.integer("feed_forward_length")

@@ -1,4 +1,4 @@
-"""Build the part of config.json of Cohere, Granite and Phi-3 models from GGUF metadata.
+"""Build the part of config.json of Cohere, gpt-oss, Granite and Phi-3 models from GGUF metadata.
 
 Some values are missing in the file; as in llama.cpp, they are known by the architecture.
 """
@@ -20,16 +20,17 @@ SCORE_SCALE: Final = "attention.scale"
 USED: Final = {  # in addition to the keys of all architectures
     "cohere2": frozenset({LOGIT_SCALE}),
     "command-r": frozenset({LOGIT_SCALE}),
+    "gpt-oss": frozenset[str](),
     "granite": frozenset({*GRANITES, SCORE_SCALE}),
     "phi3": frozenset[str](),
 }
-HAS_WINDOW: Final = ("cohere2", "phi3")
+HAS_WINDOW: Final = ("cohere2", "gpt-oss", "phi3")
 CENTERS_NORMS: Final = ("cohere2", "command-r")
 EPSILONS: Final = {  # names in config.json
     "attention.layer_norm_epsilon": "layer_norm_eps",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-PERIOD: Final = 4  # Cohere 2's last layer of each period has no window
+PERIODS: Final = {"cohere2": 4, "gpt-oss": 2}  # the last layer of each period has no window
 
 
 def epsilon(name: str) -> str:
@@ -54,9 +55,13 @@ def family_config(name: str, fields: JsonFields, head_dim: int, rope: dict[str, 
     if name == "phi3":
         window = fields.integer(WINDOW, 0, minimum=0) or None
         return {"sliding_window": window, "rope_parameters": rope_of_a_part(fields, head_dim, rope)}
-    config: dict[str, Any] = {"logit_scale": fields.positive(LOGIT_SCALE)}
-    if name == "cohere2":
+    config: dict[str, Any] = {}
+    if name == "gpt-oss":
+        config["rope_parameters"] = {**rope, "truncate": False} if rope["rope_type"] == "yarn" else rope
+    else:
+        config["logit_scale"] = fields.positive(LOGIT_SCALE)
+    if (period := PERIODS.get(name)) is not None:
         num_layers = fields.integer("block_count")
         config["sliding_window"] = fields.integer(WINDOW)
-        config["layer_types"] = [SLIDING if (layer + 1) % PERIOD else FULL for layer in range(num_layers)]
+        config["layer_types"] = [SLIDING if (layer + 1) % period else FULL for layer in range(num_layers)]
     return config

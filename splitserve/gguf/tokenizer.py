@@ -34,6 +34,10 @@ _TEKKEN: Final = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_O200K: Final = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ SPLITTINGS: Final = {
     "olmo": Splitting(composes=True),
     "command-r": Splitting(digits_alone=True, composes=True),
     "dbrx": Splitting(_LLAMA_3),
+    "gpt-4o": Splitting(_O200K),
     **dict.fromkeys(("refact", "smollm", "starcoder"), Splitting(digits_alone=True)),
     "qwen2": Splitting(_QWEN_2, composes=True),
     "qwen35": Splitting(_QWEN_3_5, composes=True),

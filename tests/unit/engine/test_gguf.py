@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from engine.model.checkpoint import PIECE_ELEMENTS, GgufCheckpoint, Part
 from engine.model.llama import LlamaDecoder
-from engine.model.weights import load_weights
+from engine.model.weights import load_weights, open_checkpoint
 from engine.parallel import alone
 from serving_core.errors import ModelError
 from serving_core.model_files.config import read_model_config
@@ -147,6 +147,7 @@ WHOLE_HEADS = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size":
 FAMILIES_OF_TRANSFORMERS = {
     "cohere": {},
     "cohere2": {"layer_types": None, "num_hidden_layers": 5},
+    "gpt_oss": {"max_position_embeddings": 16384, "num_experts_per_tok": 2},
     "granite": {},
     "lfm2": {"tie_word_embeddings": True, "block_auto_adjust_ff_dim": False},
     "olmo2": {},
@@ -166,6 +167,20 @@ def test_other_families_answer_as_transformers_does_from_what_the_file_was_made_
     assert (found.rope, found.sliding_windows) == (known.rope, known.sliding_windows)
     check_answers(answers(folder, dtype="float32"), transformers_model(written))
     assert answers(folder, dtype="float32") == answers(written, dtype="float32")
+
+
+def test_experts_of_gpt_oss_are_read_as_a_checkpoint_has_them_and_in_parts(made):
+    """Columns alternate between gate and up projection."""
+    file, folder = made("gpt_oss", **WHOLE_HEADS, max_position_embeddings=16384)
+    stored, written = open_checkpoint(folder), open_checkpoint(file.with_suffix(""))
+    assert stored.names() == written.names()
+    for name in stored.names():
+        assert stored.describe(name) == written.describe(name)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    experts, inputs, outputs = stored.describe(name)[0]
+    part = Part(name, (Extent(experts, range(1, 4)), Extent(inputs, range(8, 40)), Extent(outputs, range(5, 70))))
+    assert torch.equal(stored.read_all(part), written.read_all(part))
+    assert stored.stored_bytes(part) == 4 * experts * inputs * outputs
 
 
 def test_a_file_without_quantization_answers_as_the_folder_it_was_made_of(made):

@@ -88,6 +88,7 @@ REFUSED = {
     "no epsilon": ("cohere", without("command-r.attention.layer_norm_epsilon"), "layer_norm_epsilon is missing"),
     "no logit scale": ("cohere2", without("cohere2.logit_scale"), "logit_scale is missing in tiny.gguf"),
     "no window": ("cohere2", without("cohere2.attention.sliding_window"), "sliding_window is missing in tiny.gguf"),
+    "no window of gpt-oss": ("gpt_oss", without("gpt-oss.attention.sliding_window"), "sliding_window is missing in ti"),
     "a scale of zero": ("granite", saying("granite.logit_scale", 0.0, Kind.FLOAT32), "logit_scale in tiny.gguf must"),
     "a scale of another": ("smollm3", saying("smollm3.logit_scale", 2.0, Kind.FLOAT32), "says logit_scale 2.0, and"),
     "too much rotated": ("phi3", saying("phi3.rope.dimension_count", 32), "partial_rotary_factor 2 is not supported"),

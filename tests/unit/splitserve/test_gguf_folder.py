@@ -165,7 +165,7 @@ def test_a_rope_of_factors_is_part_of_what_a_folder_is_made_of(make):
 REFUSED = {
     "another architecture": (
         {"general.architecture": "mamba"},
-        "'mamba'; supported are cohere2, command-r, gemma, gemma2, gemma3, granite, lfm2, llama, olmo2,",
+        "'mamba'; supported are cohere2, command-r, gemma, gemma2, gemma3, gpt-oss, granite, lfm2, llama, olmo2,",
     ),
     "experts": ({"llama.expert_used_count": 2}, "says expert_used_count 2, and a model with that cannot be served"),
     "a soft cap": ({"llama.attn_logit_softcapping": 30.0}, r"says attn_logit_softcapping 30\.0"),

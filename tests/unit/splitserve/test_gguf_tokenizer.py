@@ -116,7 +116,7 @@ def decode(folder, token_ids):
 DIGITS_ALONE = {pre for pre, splitting in SPLITTINGS.items() if splitting.digits_alone}
 
 
-@pytest.mark.parametrize("pre", sorted(set(SPLITTINGS) - DIGITS_ALONE - {"qwen35"}))  # unknown to its reader
+@pytest.mark.parametrize("pre", sorted(set(SPLITTINGS) - DIGITS_ALONE - {"gpt-4o", "qwen35"}))  # unknown to its reader
 def test_byte_level_ones_equal_those_of_transformers(make_bytes, pre):
     file, folder = make_bytes(pre, add_bos_token=False)
     theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -139,11 +139,19 @@ def test_the_others_equal_those_of_classes_of_transformers(make_bytes, byte_toke
         assert encode(folder, text) == theirs.encode(text, add_special_tokens=False), text
 
 
+def test_the_splitting_of_gpt_oss(make_bytes):
+    """Words end at capitals, contractions stay with them, and digits are in threes."""
+    _, folder = make_bytes("gpt-4o")
+    split = Tokenizer.from_file(str(folder / "tokenizer.json")).pre_tokenizer.pre_tokenize_str
+    pieces = [piece for piece, _ in split("Don't sayHello HELLOWorld's 12345 a/b//\n\n x")]
+    assert pieces == ["Don't", "Ġsay", "Hello", "ĠHELLOWorld's", "Ġ", "123", "45", "Ġa", "/b", "//ĊĊ", "Ġx"]
+
+
 @pytest.mark.nightly
 def test_the_splittings_differ(make_bytes):
     """Else the test before this one would show little."""
     found = {pre: [encode(make_bytes(pre)[1], text, add_special_tokens=False) for text in TEXTS] for pre in SPLITTINGS}
-    assert len({str(token_ids) for token_ids in found.values()}) == 5  # two of them differ in accents alone
+    assert len({str(token_ids) for token_ids in found.values()}) == 6  # two of them differ in accents alone
     digits = {pre: read_tokenizer(make_bytes(pre)[1]) for pre in ("smollm", "llama-bpe")}
     assert len(asyncio.run(digits["smollm"].encode("2024", ENOUGH, add_special_tokens=False))) == 4
 
