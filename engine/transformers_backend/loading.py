@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, DynamicCache, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -266,9 +266,20 @@ def _paged(
 ) -> TransformersDecoder:
     if not model._supports_attention_backend:
         raise Unpaged(f"{type(model).__name__} does its attention itself, past transformers' interface")
+    if _keeps_state(model.config):
+        raise Unpaged(f"{type(model).__name__} keeps a state beside keys and values")
     if shard.query_heads.total < group.size:
         raise Unpaged(f"{type(model).__name__} has {shard.query_heads.total} attention heads for {group.size} ranks")
     return TransformersDecoder(model, group, shard, device, layout, pipeline)
+
+
+def _keeps_state(theirs: PreTrainedConfig) -> bool:
+    """Return whether transformers' cache of a model would have a state."""
+    try:
+        layers = DynamicCache(config=theirs).layers
+    except UNCOMPUTABLE:  # a model that has no such cache can be computed without one
+        return False
+    return any(hasattr(layer, "has_previous_state") for layer in layers)
 
 
 def _own_attention(model_class: Any) -> str:

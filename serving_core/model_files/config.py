@@ -412,6 +412,8 @@ def _has_qkv_bias(config: JsonFields, architecture: str) -> bool:
 def _transformers_fields(config: JsonFields) -> dict[str, Any]:
     if config.boolean("is_encoder_decoder", False):
         raise ModelError("an encoder-decoder is not supported: its cache is not keys and values of one text")
+    if config.raw("model_type") == LONGCAT:
+        config = config.with_defaults({"num_hidden_layers": 2 * config.integer("num_layers")})
     sizes = config.renamed(_OTHER_NAMES)
     if isinstance(layer_types := config.raw("layers_block_type"), list):
         sizes = sizes.with_defaults({"num_hidden_layers": len(layer_types)})
@@ -464,6 +466,7 @@ def _kv_heads(sizes: JsonFields, num_heads: int, head_dim: int) -> dict[str, Any
     return {"num_kv_heads": 1, "head_dim": latent_dim, "has_latent_kv": True}
 
 
+LONGCAT = "longcat_flash"  # whose layers have two attentions each
 _OTHER_NAMES = {  # in configs of transformers
     "hidden_size": ("n_embd", "d_model"),
     "intermediate_size": ("n_inner", "ffn_dim"),

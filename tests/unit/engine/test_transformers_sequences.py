@@ -10,6 +10,7 @@ from engine.transformers_backend.sequences import KeptState, SequenceDecoder
 from serving_core.errors import ModelError, SettingsError
 from serving_core.requests import Request, SamplingParams, Work
 from serving_core.settings import EngineSettings
+from tests.model_census import write_type
 from tests.toy_scheduler import greedy, run_all, token_ids
 from tests.transformers_models import NUM_TOKENS, PROMPTS, SEQUENCES, generated, write_transformers_model
 from tests.unit.engine.ranks_in_threads import RanksInThreads
@@ -31,6 +32,12 @@ def test_answers_are_those_of_transformers(folder):
     assert isinstance(engine.model, SequenceDecoder)
     found = token_ids(run_all(engine, PROMPTS, greedy(NUM_TOKENS), chunk_tokens=19, joins_at=[3, 0, 1]))
     assert found == generated(folder, PROMPTS, NUM_TOKENS, found)
+
+
+def test_a_state_beside_attention_that_could_be_paged_is_seen(tmp_path):
+    assert write_type(tmp_path, "zaya")
+    found = token_ids(run_all(load(tmp_path), PROMPTS[:2], greedy(6), chunk_tokens=19))
+    assert found == generated(tmp_path, PROMPTS[:2], 6, found)
 
 
 def test_what_is_kept_moves_with_the_blocks(folder):

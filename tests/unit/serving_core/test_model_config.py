@@ -393,6 +393,12 @@ def test_sizes_of_a_model_that_transformers_computes(read, given):
     assert config.max_position_embeddings == theirs.max_position_embeddings
 
 
+def test_each_layer_of_longcat_flash_has_two_attentions(read):
+    kinds = {"architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash"}
+    given = {name: value for name, value in {**LLAMA, **kinds, "num_layers": 3}.items() if name != "num_hidden_layers"}
+    assert read(given).num_layers == transformers.AutoConfig.for_model(**given).num_hidden_layers == 6
+
+
 def test_all_that_decides_what_is_computed_is_in_the_digest(read):
     digest = read(STARCODER2).config_digest
     assert read({**STARCODER2, "norm_epsilon": 2.0}).config_digest != digest
