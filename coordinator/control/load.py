@@ -16,7 +16,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from coordinator.control.nodes import Node
-from serving_core.node.prefix import BlockNames, child_name, hint_of, root_name
+from serving_core.node.prefix import child_name, hint_of, root_name
 from serving_core.slo import Due
 
 
@@ -76,7 +76,8 @@ class Prompt:
     """Hold the tokens that an attempt prefills and their LoRA adapter, and find their cached blocks.
 
     Block hashes are computed once per numerics id, and only as far as a node has all blocks before: the nodes of a
-    fleet have one fingerprint and one block size, so a block has the same hash on all of them.
+    fleet have one fingerprint and one block size, so a block has the same hash on all of them. A node evicts no block
+    before those behind it, so that a few looks find how many of the blocks that are known it has.
     """
 
     def __init__(
@@ -88,9 +89,10 @@ class Prompt:
         self.token_ids = list(token_ids)
         self.cache_salt = cache_salt
         self.adapter = adapter
-        self._names: BlockNames | None = None
         self._root = b""
-        self._first: dict[bytes, int] = {}  # shortened hashes of the first block, by numerics id
+        self._children: dict[tuple[bytes, bytes], bytes] = {}  # block hashes, by parent and numerics id
+        self._chain: list[bytes] = []  # block hashes of the prompt's beginning, the longest that any node has had
+        self._hints: list[int] = []  # the same, shortened
         self._block_hashes: list[int] = []
         self._beginning: Prompt | None = None  # a prompt that this one begins with: its blocks are hashed once
 
@@ -117,31 +119,27 @@ class Prompt:
         """
         if self._is_computed_whole or not node.hints:
             return 0
-        block_size = node.block_size
-        if len(self) < block_size:
-            return 0
-        if self._names is None:
+        if not self._root:
             self._root = root_name(node.root_fingerprint, self.cache_salt, self.adapter)
-            self._names = BlockNames(self._root, block_size)
-        if not self._begins_on(node):
-            return 0
+        count, hints = num_leading(self._hints, node.hints), node.hints
+        parent = self._chain[count - 1] if count else self._root
+        for index in range(count, len(self) // node.block_size):
+            names = (self._child(parent, numerics_id, index, node.block_size) for numerics_id in node.numerics_ids)
+            name = next((name for name in names if hint_of(name) in hints), None)
+            if name is None:
+                break
+            if index == len(self._chain) and parent == (self._chain[-1] if index else self._root):
+                self._chain.append(name)
+                self._hints.append(hint_of(name))
+            parent, count = name, index + 1
+        return count * node.block_size
 
-        def is_cached(name: bytes) -> bool:
-            return hint_of(name) in node.hints
-
-        found, _ = self._names.find(self.token_ids, len(self) // block_size, node.numerics_ids, is_cached)
-        return len(found) * block_size
-
-    def _begins_on(self, node: Node) -> bool:
-        """Return whether the node reports to hold the first block. This decides quickly for most nodes."""
-        for numerics_id in node.numerics_ids:
-            hint = self._first.get(numerics_id)
-            if hint is None:
-                name = child_name(self._root, numerics_id, self.token_ids[: node.block_size])
-                hint = self._first[numerics_id] = hint_of(name)
-            if hint in node.hints:
-                return True
-        return False
+    def _child(self, parent: bytes, numerics_id: bytes, index: int, block_size: int) -> bytes:
+        name = self._children.get((parent, numerics_id))
+        if name is None:
+            token_ids = self.token_ids[index * block_size : (index + 1) * block_size]
+            name = self._children[parent, numerics_id] = child_name(parent, numerics_id, token_ids)
+        return name
 
     def block_hashes(self, block_size: int) -> Sequence[int]:
         """Return a number for each full block that identifies all tokens up to its end, within this process."""
@@ -167,9 +165,11 @@ class Prompt:
         `coming` are block hashes of prompts that the node is computing. Blocks are reused as a whole, and the last
         token is always computed for the first output token: with it the rest of its block.
         """
-        block_size = node.block_size
-        num_shared = max(self.tokens_cached(node), self.tokens_among(node, coming))
-        return len(self) - min(num_shared, (len(self) - 1) // block_size * block_size)
+        return self.tokens_beyond(node, max(self.tokens_cached(node), self.tokens_among(node, coming)))
+
+    def tokens_beyond(self, node: Node, num_held: int) -> int:
+        """Return how many tokens the node has to compute if it holds the first `num_held`, in whole blocks."""
+        return len(self) - min(num_held, (len(self) - 1) // node.block_size * node.block_size)
 
     def tokens_among(self, node: Node, hashes: Container[int]) -> int:
         """Return the number of leading tokens, in whole blocks, whose block hashes are in `hashes`.
@@ -485,6 +485,7 @@ class Ledger:
 
     def prefill(self, request_id: str, node: Node, num_tokens: int, hashes: Sequence[int] = ()) -> None:
         """Record that the node is to compute `num_tokens` tokens of a prompt, whose block hashes are `hashes`."""
+        node.num_prefills += 1
         part = self._take(request_id, node)
         _change(self._prefill_hashes, node, part.prefill_hashes, hashes)
         part.prefill_hashes = hashes
@@ -496,6 +497,7 @@ class Ledger:
 
         `hashes` are those of the blocks that it may share with other requests on the node (Prompt.hashes_shared).
         """
+        node.num_decodes += 1
         part = self._take(request_id, node)
         self._hold(node, part, hashes)
         has_first_token = self._requests[request_id].has_first_token

@@ -164,6 +164,8 @@ class Node:
     is_stopping: bool = False  # reported by the node
     is_drained: bool = False  # by an operator's order
     num_generated_tokens: int = 0  # output tokens reported in steps
+    num_prefills: int = 0  # prompts that it has been given, and sequences to decode
+    num_decodes: int = 0
     # Shortened block hashes (`serving_core.node.prefix.hint_of`) of the full blocks that the node reports to hold,
     # at most num_blocks + num_tier_blocks.
     hints: set[int] = field(default_factory=set)
@@ -177,6 +179,7 @@ class Node:
     usable: Shape = field(init=False)  # the shape by which the node may be given work
     prefills: bool = field(init=False)  # whether `usable` has prefill
     decodes: bool = field(init=False)
+    chunk_tokens: int = field(init=False)  # most prompt tokens of a step, also of prompts that only `decodes` brings
     name: str = field(init=False)
     tp_size: int = field(init=False)  # ranks of each pipeline stage; 1 if not reported
     pp_size: int = field(init=False)  # pipeline stages; 1 if not reported
@@ -203,6 +206,7 @@ class Node:
         self.shape, self.requested_shape = shape, requested if requested != shape else None
         self.usable = common(shape, self.requested_shape) if self.requested_shape else shape
         self.prefills, self.decodes = self.usable.prefills, self.usable.decodes
+        self.chunk_tokens = self.usable.prompt_tokens or self.hello.max_num_batched_tokens
 
     def set_reach(self, num_tokens: int) -> None:
         self.reach_tokens, self.has_kv_holders = num_tokens, num_tokens > self.pool_tokens

@@ -7,6 +7,7 @@
     one      wait for credit + prefill
     others   sequences that the prefill node decodes meanwhile * tokens to compute there / its rate
     fetch    a remote prefix fetch, where it is measured to take less time than computing the tokens
+    append   one, on a decode node that holds most of the prompt and computes the rest of it
     again    RECOMPUTED_SHARE * the seconds for the tokens that another prefill node would not have to compute
 
 `others` is the cost to other requests: each sequence waits while the node computes the prompt. Counted are the
@@ -225,6 +226,10 @@ class Wanted:
 
 
 RECOMPUTED_SHARE: Final = 0.2
+# A decode node appends to so many tokens of a prompt at least, and at most so large a share of it: a prefill node
+# computes short prompts as fast, and disturbs no sequence.
+LEAST_APPENDED_TO_TOKENS: Final = 512
+MAX_APPENDED_SHARE: Final = 0.5
 
 
 class _PrefillCost(NamedTuple):
@@ -257,13 +262,15 @@ class Costs:
         other_rate = median(known) if known else 1.0  # without any, costs compare tokens
         self._rate = {node: rate or other_rate for node, rate in rates.items()}
         prefill_nodes = [node for node in nodes if node.prefills]
-        self._not_held: dict[Node, int] = {}
+        self._cached: dict[Node, int] = {}
         self._to_compute = {node: self._num_to_compute(node) for node in prefill_nodes}
         self._least_to_compute = min(self._to_compute.values(), default=0)
         self._num_queued = sum([ledger.of(node).tokens_to_compute for node in prefill_nodes])
         self._rates = sum([self._rate[node] for node in prefill_nodes])
         self._source = self._find_source(nodes)
-        self.prefill: Final = {node: self._prefill_cost(node) for node in prefill_nodes}
+        self.appending: Final = [node for node in nodes if self._may_append(node)]
+        """Decode nodes that hold most of the prompt, and may compute the rest of it."""
+        self.prefill: Final = {node: self._prefill_cost(node) for node in [*prefill_nodes, *self.appending]}
         """Costs of the prefill on each node. A half-computed queued prompt counts as a whole one."""
         self.decode: Final = {node: self._decode_cost(node) for node in nodes if node.decodes}
         """States of the decode nodes. A node is full if the request would have to wait for credit."""
@@ -307,20 +314,36 @@ class Costs:
             part = min(1.0, own_s * (self._rates - rate) / num_queued) if num_queued else 1.0
             num_others -= account.num_arriving * (1.0 - part)
         if num_others:
-            own_s += ceil(num_tokens / node.usable.prompt_tokens) * node.load.step_s
+            own_s += ceil(num_tokens / node.chunk_tokens) * node.load.step_s
         num_again = max(0, num_own_tokens - self._least_to_compute)
         return _PrefillCost(own_s, (num_others * num_own_tokens + RECOMPUTED_SHARE * num_again) / rate, prefix_fetch)
 
+    def _may_append(self, node: Node) -> bool:
+        """Return whether a node that only decodes holds so much of the prompt that it may compute the rest."""
+        if node.prefills or not (node.decodes and node.is_ready and node.hints and node.chunk_tokens):
+            return False
+        least = max(LEAST_APPENDED_TO_TOKENS, (1 - MAX_APPENDED_SHARE) * len(self._prompt))
+        if len(self._prompt) < least or self._num_cached(node) < least:
+            return False
+        self._to_compute[node] = self._num_to_compute(node)
+        return True
+
     def _num_to_compute(self, node: Node) -> int:
         coming = self._ledger.prefill_hashes(node)
-        return self._prompt.tokens_to_compute(node, coming) if coming else self._tokens_not_held(node)
+        num_held = self._num_cached(node)
+        if coming:
+            num_held = max(num_held, self._prompt.tokens_among(node, coming))
+        return self._prompt.tokens_beyond(node, num_held)
+
+    def _num_cached(self, node: Node) -> int:
+        if not node.hints:
+            return 0
+        if node not in self._cached:
+            self._cached[node] = self._prompt.tokens_cached(node)
+        return self._cached[node]
 
     def _tokens_not_held(self, node: Node) -> int:
-        if not node.hints:
-            return len(self._prompt)
-        if node not in self._not_held:
-            self._not_held[node] = self._prompt.tokens_to_compute(node)
-        return self._not_held[node]
+        return self._prompt.tokens_beyond(node, self._num_cached(node))
 
     def _find_source(self, nodes: Sequence[Node]) -> Node | None:
         """Return the node that has most of the prompt cached; None where remote prefix fetches are off."""
@@ -344,7 +367,7 @@ class Costs:
         account, num_taken = self._ledger.of(node), self._ledger.tokens_taken(node) + len(self._prompt)
         num_shared = num_cached = 0
         if node.hints:
-            num_shared, num_cached = self._ledger.tokens_shared(node, self._prompt), self._prompt.tokens_cached(node)
+            num_shared, num_cached = self._ledger.tokens_shared(node, self._prompt), self._num_cached(node)
         is_full = node.usable.slots <= account.num_sequences or num_taken - num_shared > node.pool_tokens
         return _DecodeCost(
             is_full,

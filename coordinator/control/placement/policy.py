@@ -3,20 +3,23 @@
 `auto` chooses the pair of nodes that makes the fewest requests miss their SLO, and of those the cheapest in seconds.
 Predicted violations are those of coordinator/control/placement/slo_forecast.py, requests to come included. Seconds are
 those of all requests (coordinator/control/placement/costs.py) and, with SLOs, those of decode steps for this sequence
-alone. Without SLOs the seconds decide; while no rate is known, pure prefill nodes come first. Among decode nodes of
-equal cost the one with most of its pool left is chosen; blocks that it has cached count as left. Nodes that have failed
-the request come last, and full decode nodes after those with room. Baselines to compare with:
+alone. A decode node that holds most of a prompt may compute the rest of it: so the turns of a session stay where their
+KV is, as long as that is cheaper than a prefill node and makes nobody late. Without SLOs the seconds decide; while no
+rate is known, pure prefill nodes come first. Among decode nodes of equal cost the one with most of its pool left is
+chosen; blocks that it has cached count as left. Nodes that have failed the request come last, and full decode nodes
+after those with room. Baselines to compare with:
 
     sum            the seconds alone, without predicted violations
     never, always  one node for both phases, or two nodes, wherever that is possible
+    round-robin    prefill and decode: the fewest requests so far
     least-loaded   prefill: the fewest prompt tokens to compute; decode: the fewest sequences
     lmetric        the least product of the prompt tokens to compute, this prompt's included, and the sequences
     arrow          the least load of the other phase (tokens of sequences for prefill, prompt tokens for decode), then
                    of the own phase
 
 lmetric follows "LMetric" (arXiv 2603.15202) and arrow follows "Arrow" (arXiv 2505.11916), as far as the rules can be
-separated from the systems around them. Under least-loaded and lmetric, which are rules for mixed nodes, a prefill node
-that can also decode keeps the sequence; arrow chooses the two nodes independently.
+separated from the systems around them. Under round-robin, least-loaded and lmetric, which are rules for mixed nodes, a
+prefill node that can also decode keeps the sequence; arrow chooses the two nodes independently.
 
 Some requests leave a policy no choice. A request for an embedding needs no decode node. A decode node prefills an
 output that is restarted after it has become longer than the pool of every prefill node, and a request that is longer
@@ -100,6 +103,9 @@ Pair = tuple[Node, Node]
 NO_PAIR: Final = "no node that decodes sequences takes the KV transfers of prefill nodes"
 
 MOST_WEIGHED: Final = 9  # cheapest pairs for which violations are predicted
+# Share of the delay of the sequences of a decode node, by a prompt that it appends, that counts where there are SLOs:
+# sequences that are late by it count as harm, and others only use their slack.
+APPENDED_FACTOR: Final = 0.1
 MOST_PREFILL_NODES: Final = 2  # cheapest prefill nodes that are paired with decode nodes
 
 
@@ -130,7 +136,7 @@ class CheapestPlacement:
             if least is not None and not _can_spare(least, decode_nodes, costs, forecast):
                 least = None
             weighing = _Weighing(costs, forecast, least, wanted.avoid)
-        alone = weighing.best_alone(set(prefill_nodes).intersection(decode_nodes))
+        alone = weighing.best_alone({*prefill_nodes, *costs.appending}.intersection(decode_nodes))
         two = list(_two(costs, wanted.avoid, *within_pools(prefill_nodes, decode_nodes, wanted)))
         pairs = [*(two if self._may_be_two else ()), *(alone if self._may_be_alone else ())] or [*two, *alone]
         if not pairs:
@@ -310,7 +316,11 @@ class _Weighing:
     def _least_s(self, prefill_node: Node, decode_node: Node) -> float:
         """Return the seconds of the pair, with the decode steps that only this sequence needs."""
         seconds = self._costs.seconds(prefill_node, decode_node)
-        return seconds if self._forecast is None else seconds + self._forecast.added_decode_s(decode_node)
+        if self._forecast is None:
+            return seconds
+        if not prefill_node.prefills:
+            seconds -= (1 - APPENDED_FACTOR) * self._costs.prefill[prefill_node].others_s
+        return seconds + self._forecast.added_decode_s(decode_node)
 
     def _seconds(self, prefill_node: Node, decode_node: Node) -> float:
         """Return the same with the delay by sequences with an SLO on the prefill node."""
@@ -363,6 +373,14 @@ class ByScore:
         raise RequestError(NO_DECODE_WORKER, NO_PAIR)
 
 
+def _prompts_given(node: Node, ledger: Ledger, prompt: Prompt) -> tuple[float, ...]:
+    return (node.num_prefills,)
+
+
+def _sequences_given(node: Node, ledger: Ledger, prompt: Prompt) -> tuple[float, ...]:
+    return (node.num_decodes,)
+
+
 def _tokens_to_compute(node: Node, ledger: Ledger, prompt: Prompt) -> tuple[float, ...]:
     return (ledger.of(node).tokens_to_compute,)
 
@@ -386,6 +404,7 @@ def _prompts_then_answers(node: Node, ledger: Ledger, prompt: Prompt) -> tuple[f
     return account.tokens_to_compute, account.tokens_held
 
 
+ROUND_ROBIN: Final = ByScore(_prompts_given, _sequences_given, keeps=True)
 LEAST_LOADED: Final = ByScore(_tokens_to_compute, _answers, keeps=True)
 LMETRIC: Final = ByScore(_product, _product, keeps=True)
 ARROW: Final = ByScore(_answers_then_prompts, _prompts_then_answers, keeps=False)
@@ -442,6 +461,7 @@ POLICIES: Final[dict[str, Policy]] = {
     "sum": CheapestPlacement(counts_late=False),
     "never": CheapestPlacement(may_be_two=False),
     "always": CheapestPlacement(may_be_alone=False),
+    "round-robin": ROUND_ROBIN,
     "least-loaded": LEAST_LOADED,
     "lmetric": LMETRIC,
     "arrow": ARROW,

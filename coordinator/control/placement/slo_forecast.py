@@ -190,7 +190,7 @@ class NodeForecast:
         now: float,
         forecast: SloForecast,
     ) -> None:
-        self._weights, self._chunk_tokens, self._now = node.step_weights, node.usable.prompt_tokens, now
+        self._weights, self._chunk_tokens, self._now = node.step_weights, node.chunk_tokens, now
         self._decode_margin = node.decode_margin * wanted.tpot_margin
         self._begins_s, self._least_begins_s = forecast.begins_s, forecast.least_begins_s
         account = ledger.of(node)

@@ -45,13 +45,13 @@ def assign(ledger, node, num_to_compute, num_held=0):
         ledger.first_token(request_id, 0.0)
 
 
-def placed(registry, ledger, transfers=FREE, avoid=(), num_tokens=110):
-    placed = place(registry, ledger, Wanted(Prompt(TOKENS), num_tokens, avoid), transfers)
+def placed(registry, ledger, transfers=FREE, avoid=(), num_tokens=110, policy="auto", tokens=TOKENS):
+    placed = place(registry, ledger, Wanted(Prompt(tokens), num_tokens, avoid), transfers, policy)
     return f"{placed.prefill_node.name} {placed.decode_node.name}"
 
 
-def place(registry, ledger, wanted, transfers=FREE):
-    return POLICIES["auto"].place(registry.nodes, ledger, wanted, transfers, now=0.0)
+def place(registry, ledger, wanted, transfers=FREE, policy="auto"):
+    return POLICIES[policy].place(registry.nodes, ledger, wanted, transfers, now=0.0)
 
 
 # ---- who may ----
@@ -197,6 +197,64 @@ def test_what_a_node_holds_it_need_not_compute(registry, ledger, num_held_p, num
     for name, num_held in (("p0", num_held_p), ("b0", num_held_b)):
         registry.cache_changed(admit(registry, name), events.cache_changed(HINTS[:num_held]).cache_changed)
     assert placed(registry, ledger, transfers=TransferEstimates(transfer_s=transfer_s)) == chosen
+
+
+# ---- turns of sessions ----
+
+LONG = list(range(1, 801))  # 50 full blocks
+
+
+def decoding(registry, num_held, **hello):
+    """A prefill node, and a decode node that holds so many blocks of a long prompt."""
+    p0, d0 = admit(registry, "p0"), admit(registry, "d0", **hello)
+    registry.cache_changed(d0, events.cache_changed(events.block_hints(LONG)[:num_held]).cache_changed)
+    return p0, d0
+
+
+@pytest.mark.parametrize(
+    ("num_held", "num_running", "queued", "chosen"),
+    [
+        (49, 0, 0, "d0 d0"),  # 16 tokens are left: 0.016 s against 0.8 s
+        (32, 0, 0, "d0 d0"),  # 512 are held
+        (31, 0, 0, "p0 d0"),
+        (49, 40, 0, "d0 d0"),  # 0.016 s, and as long for each of 40: 0.656 s
+        (49, 60, 0, "p0 d0"),  # 0.976 s
+        (49, 60, 200, "d0 d0"),  # against 1 s
+    ],
+)
+def test_a_decode_node_appends_to_what_it_holds_where_that_is_cheaper(
+    registry, ledger, num_held, num_running, queued, chosen
+):
+    p0, d0 = decoding(registry, num_held)
+    for _ in range(num_running):
+        assign(ledger, d0, 0, 10)
+    if queued:
+        assign(ledger, p0, queued)
+    assert placed(registry, ledger, num_tokens=810, tokens=LONG) == chosen
+
+
+def test_a_decode_node_appends_to_no_prompt_of_which_it_holds_little(registry, ledger):
+    """Of 1,200 tokens it holds 512."""
+    _, d0 = admit(registry, "p0", max_model_len=4000), admit(registry, "d0", max_model_len=4000)
+    tokens = [*LONG, *range(400)]
+    registry.cache_changed(d0, events.cache_changed(events.block_hints(tokens)[:32]).cache_changed)
+    assert placed(registry, ledger, num_tokens=1210, tokens=tokens) == "p0 d0"
+    registry.cache_changed(d0, events.cache_changed(events.block_hints(tokens)[:38]).cache_changed)
+    assert placed(registry, ledger, num_tokens=1210, tokens=tokens) == "d0 d0"
+
+
+def test_a_decode_node_appends_nothing_that_it_may_not_decode(registry, ledger):
+    _, d0 = decoding(registry, 49, num_blocks=51)
+    assert placed(registry, ledger, num_tokens=810, tokens=LONG) == "d0 d0"
+    admit(registry, "d1")
+    assert placed(registry, ledger, num_tokens=830, tokens=LONG) == "p0 d1"  # longer than d0's pool
+    registry.drain(d0)
+    assert placed(registry, ledger, num_tokens=810, tokens=LONG) == "p0 d1"
+
+
+def test_two_nodes_for_every_request_means_that_none_is_appended(registry, ledger):
+    decoding(registry, 49)
+    assert placed(registry, ledger, num_tokens=810, policy="always", tokens=LONG) == "p0 d0"
 
 
 def test_an_unknown_rate_is_that_of_the_others_and_without_any_nodes_that_only_read_come_first(registry, ledger):

@@ -429,7 +429,14 @@ def test_a_place_where_somebody_will_be_late_says_so_and_for_how_long(fleet):
 
 @pytest.mark.parametrize(
     ("policy", "pair"),
-    [("never", "b0 b0"), ("always", "b0 b1"), ("least-loaded", "b1 b1"), ("lmetric", "b0 b0"), ("arrow", "b0 b1")],
+    [
+        ("never", "b0 b0"),
+        ("always", "b0 b1"),
+        ("round-robin", "b0 b0"),
+        ("least-loaded", "b1 b1"),
+        ("lmetric", "b0 b0"),
+        ("arrow", "b0 b1"),
+    ],
 )
 def test_other_rules_by_hand(fleet, policy, pair):
     """b0 is to read 300 tokens and writes nothing; b1 is to read 250 and writes two answers."""

@@ -29,10 +29,11 @@ from splitserve_bench.serve.sessions import (
     sessions_of_trace,
 )
 from splitserve_bench.serve.turns import Ended, Turns, longest_s
-from splitserve_bench.simulate.fleet import FleetSize, simulate
+from splitserve_bench.simulate.events import Agenda, ToyModel
+from splitserve_bench.simulate.fleet import Fleet, FleetSize, LoadClients, simulate, start_nodes
 from tests.unit.splitserve_bench.bench_serve_kit import answered, failed, serve_options
 from tests.unit.splitserve_bench.load_servers import Script, grpc_server, http_server
-from tests.unit.splitserve_bench.simulate_kit import BLOCK_SIZE, PROFILE, VOCAB_SIZE
+from tests.unit.splitserve_bench.simulate_kit import BLOCK_SIZE, PROFILE, VOCAB_SIZE, abort
 from tests.unit.splitserve_bench.stand_ins import run_load_here
 from tests.unit.splitserve_bench.test_load import sender
 
@@ -376,3 +377,57 @@ def test_a_wrong_distribution_is_refused_by_its_flag():
     assert ended.exit_code == 2
     assert "none of N, LOW-HIGH" in ended.output
     assert serve_options(num_turns="2").dataset.num_turns == "2"
+
+
+# ---- requests that begin alike ----
+
+
+def alike(count, gap_s, num_shared=1600, num_own=32, start_s=30.0):
+    """`count` requests with a long common beginning, after others that have had every node report blocks."""
+    rng = Random(2)
+
+    def draw(num):
+        return tuple(rng.randrange(VOCAB_SIZE) for _ in range(num))
+
+    others = [PlannedRequest(index, 0.0, draw(200), 8) for index in range(12)]
+    common = draw(num_shared)
+    together = [
+        PlannedRequest(len(others) + index, start_s + index * gap_s, (*common, *draw(num_own)), 8)
+        for index in range(count)
+    ]
+    return others, together
+
+
+def num_computed(outcomes):
+    assert not any(each.error for each in outcomes)
+    return sum(each.num_prompt_tokens - each.num_cached_tokens for each in outcomes)
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.2])
+@pytest.mark.parametrize(("size", "most_times"), [(FleetSize(3, 3), 1), (FleetSize(4, 1), 1), (FleetSize(0, 0, 4), 2)])
+def test_what_several_have_in_common_is_computed_once(size, most_times, gap_s):
+    """By one prefill node; of mixed nodes, which decode meanwhile, a second may compute it too."""
+    others, together = alike(8, gap_s)
+    planned = [*others, *together]
+    outcomes = simulate(PROFILE, size, planned, max_concurrency=None, request_timeout_s=99.0).outcomes[len(others) :]
+    assert num_computed(outcomes) <= most_times * 1600 + 8 * (32 + BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("size", [FleetSize(3, 3), FleetSize(0, 0, 2)], ids=str)
+@pytest.mark.parametrize("after_s", [0.01, 0.7, 1.5])
+def test_one_that_is_cancelled_hurts_none_of_those_that_share_its_beginning(size, after_s):
+    """It is the one that computes the beginning: what it has computed is not computed again."""
+    others, together = alike(6, 0.0)
+    agenda, model = Agenda(), ToyModel(VOCAB_SIZE)
+    options = {"api_server_s": 0.0, "max_concurrency": None, "request_timeout_s": 99.0}
+    clients = LoadClients(agenda, [*others, *together], model=model, **options)
+    fleet = Fleet(agenda, clients, PROFILE.node, model, size.settings)
+    start_nodes(fleet, [(*node, PROFILE) for node in size.nodes()])
+    clients.start(fleet.coordinator)
+    first = together[0].index
+    agenda.at(30.0 + after_s, lambda: abort(fleet.coordinator, f"{first}/0", agenda.now))
+    agenda.run(lambda: clients.is_over)
+    outcomes = clients.outcomes[first + 1 :]
+    assert [each.num_output_tokens for each in outcomes] == [8] * 5
+    chunk_tokens = PROFILE.node.max_num_batched_tokens
+    assert num_computed(outcomes) <= (1600 + chunk_tokens) * (1 + (size.mixed > 0)) + 5 * (32 + BLOCK_SIZE)

@@ -133,10 +133,10 @@ def _continued(prompt, num_tokens):
     return text.token_ids
 
 
-def chats(count, profile=PROFILE, size=SPLIT, every_s=20.0):
+def chats(count, profile=PROFILE, size=SPLIT, every_s=20.0, num_tokens=100):
     """What becomes of the second turns, of which one comes every 20 s. A first one leaves 160 tokens where it was
-    written and 96 where it was read."""
-    firsts = [request(chat, 100, 61, at_s=chat * every_s) for chat in range(count)]
+    written and 96 where it was read; or as many more as it has more than 100."""
+    firsts = [request(chat, num_tokens, 61, at_s=chat * every_s) for chat in range(count)]
     texts = [_continued(each.prompt, 61) for each in firsts]
     seconds = [
         PlannedRequest(count + chat, 20.0 * chat + 10.0, (*text, *range(19)), 2) for chat, text in enumerate(texts)
@@ -163,6 +163,15 @@ def test_prefix_fetches_that_take_longer_than_computing_end_when_that_has_been_m
     assert [each.error for each in turns] == [""] * 5
     assert [each.timeline["prefix_fetch_s"] for each in turns] == pytest.approx([0.25] * 3 + [0.0] * 2)
     assert [each.timeline["prefill_s"] for each in turns] == pytest.approx([chunk_s(180 - 96)] * 5)
+
+
+def test_a_long_turn_is_appended_on_the_decode_node_that_holds_the_one_before():
+    """Of 676 tokens it holds 656. The prefill node would compute 84, or fetch four blocks first."""
+    (turn,) = chats(1, num_tokens=596)
+    assert turn.timeline["prefill_s"] == pytest.approx(chunk_s(676 - 656))
+    assert turn.arrivals_s[0] - 10.0 == pytest.approx(API_SERVER_S + 2 * MESSAGE_S + chunk_s(20))
+    assert turn.timeline["prefix_fetch_s"] == turn.timeline["kv_transfer_s"] == 0.0
+    check_phases(turn)
 
 
 def test_a_turn_goes_where_its_beginning_is():
