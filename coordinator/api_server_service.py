@@ -35,10 +35,11 @@ from coordinator.fleet_service import NumberedStream, read_hello
 from coordinator.text.answers import check_follows
 from coordinator.traces.carrier import CARRIER
 from protos import api_servers_pb2, inference_pb2
+from protos.convert import PROTOCOL_VERSION
 from serving_core.errors import RequestError
 from serving_core.figures import Figure, counter, gauge
 from serving_core.net.numbering import MessageLost
-from serving_core.reasons import ENGINE_ERROR, WORKER_LOST
+from serving_core.reasons import ENGINE_ERROR, PAIRING_MISMATCH, WORKER_LOST
 from serving_core.tasks import first_to_end
 
 logger = logging.getLogger(__name__)
@@ -223,6 +224,11 @@ class ApiServerService:
         async with failures_as_statuses(context):
             hello = await read_hello(stream)
             check_version(f"API server {hello.name[:MAX_NAME_CHARS]}", hello.version)
+            if hello.protocol_version != PROTOCOL_VERSION:
+                differ = f"{hello.protocol_version or 'none'} and not {PROTOCOL_VERSION}"
+                raise RequestError(
+                    PAIRING_MISMATCH, f"API server {hello.name[:MAX_NAME_CHARS]} has protocol_version {differ}"
+                )
             link = ApiServerLink(hello.name, resumes=hello.resumes)
             if (before := self._links.get(link.name)) is not None:
                 before.end()

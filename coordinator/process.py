@@ -4,6 +4,7 @@ SIGHUP makes the process reread its file of API keys; without such a file SIGHUP
 """
 
 import asyncio
+import gc
 import signal
 
 from coordinator.lease import Lease
@@ -43,6 +44,7 @@ async def _serve_until_stopped(server: CoordinatorServer, lease: Lease, settings
     else:
         lease.take()  # whoever has it instead has the ports too, which the start reports
     await server.start()
+    gc.freeze()  # what is loaded stays: no need to scan it in each collection
     try:
         await first_to_end(stopping.wait(), server.open())
         await first_to_end(stopping.wait(), server.wait())

@@ -26,7 +26,7 @@ from protos import fleet_pb2 as protos_dot_fleet__pb2
 from protos import inference_pb2 as protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/api_servers.proto\x12\rsplitserve.v1\x1a\x12protos/fleet.proto\x1a\x16protos/inference.proto\"\x10\n\x0eMetricsRequest\"\x1f\n\x0fMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\x0c\"\xa3\x03\n\x0e\x41piServerEvent\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12.\n\x05hello\x18\x02 \x01(\x0b\x32\x1d.splitserve.v1.ApiServerHelloH\x00\x12\x36\n\theartbeat\x18\x03 \x01(\x0b\x32!.splitserve.v1.ApiServerHeartbeatH\x00\x12,\n\x04\x63\x61ll\x18\x04 \x01(\x0b\x32\x1c.splitserve.v1.ForwardedCallH\x00\x12\'\n\x04over\x18\x05 \x01(\x0b\x32\x17.splitserve.v1.CallOverH\x00\x12/\n\x07stopped\x18\x06 \x01(\x0b\x32\x1c.splitserve.v1.OutputStoppedH\x00\x12-\n\x07refused\x18\x07 \x01(\x0b\x32\x1a.splitserve.v1.RefusedCallH\x00\x12,\n\thttp_call\x18\x08 \x01(\x0b\x32\x17.splitserve.v1.HttpCallH\x00\x12+\n\x06\x66\x61iled\x18\t \x01(\x0b\x32\x19.splitserve.v1.FailedCallH\x00\x42\x07\n\x05\x65vent\"@\n\x0e\x41piServerHello\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07resumes\x18\x03 \x01(\x08\"X\n\x12\x41piServerHeartbeat\x12\r\n\x05\x63pu_s\x18\x01 \x01(\x01\x12\x0f\n\x07listens\x18\x02 \x01(\x08\x12\"\n\x05sheds\x18\x03 \x03(\x0b\x32\x13.splitserve.v1.Shed\"4\n\x04Shed\x12\x0c\n\x04port\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\"\x94\x02\n\rForwardedCall\x12\n\n\x02id\x18\x08 \x01(\t\x12/\n\x07request\x18\x01 \x01(\x0b\x32\x1e.splitserve.v1.GenerateRequest\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.splitserve.v1.CallInfo\x12\x0f\n\x07grammar\x18\x03 \x01(\t\x12\'\n\x07pooling\x18\x04 \x01(\x0b\x32\x16.splitserve.v1.Pooling\x12\x12\n\nnum_behind\x18\x05 \x01(\r\x12\x0e\n\x06left_s\x18\x06 \x01(\x01\x12\x13\n\x0b\x62\x65gun_age_s\x18\x07 \x01(\x01\x12,\n\x07\x65ndings\x18\t \x03(\x0b\x32\x1b.splitserve.v1.PromptEnding\"<\n\x0cPromptEnding\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x19\n\x11logprob_token_ids\x18\x02 \x03(\r\"\x87\x01\n\x08\x43\x61llInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61sker\x18\x02 \x01(\t\x12\x11\n\toperation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\x12\x13\n\x0btraceparent\x18\x06 \x03(\t\x12\x12\n\ntracestate\x18\x07 \x03(\t\"\'\n\x08\x43\x61llOver\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\"*\n\rOutputStopped\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\"]\n\x0bRefusedCall\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.CallInfo\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.CallError\"L\n\x08HttpCall\x12\x0f\n\x07handler\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0e\n\x06status\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\x97\x01\n\tCallError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x38\n\x08metadata\x18\x03 \x03(\x0b\x32&.splitserve.v1.CallError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x82\x02\n\x0e\x41piServerBatch\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12(\n\x05\x66leet\x18\x02 \x01(\x0b\x32\x19.splitserve.v1.FleetState\x12\r\n\x05\x62\x65gun\x18\x03 \x03(\t\x12\x32\n\tresponses\x18\x05 \x03(\x0b\x32\x1f.splitserve.v1.GenerateResponse\x12)\n\x06\x66\x61iled\x18\x06 \x03(\x0b\x32\x19.splitserve.v1.FailedCall\x12\r\n\x05\x63\x61lls\x18\x07 \x03(\x04\x12\x0f\n\x07outputs\x18\x08 \x03(\r\x12\x0f\n\x07indexes\x18\t \x03(\r\x12\x11\n\ttoken_ids\x18\n \x03(\rJ\x04\x08\x04\x10\x05\"A\n\nFailedCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.CallError\"\xda\x02\n\nFleetState\x12\x12\n\nis_serving\x18\x01 \x01(\x08\x12\x15\n\rwhy_not_ready\x18\x02 \x01(\t\x12\x1a\n\rmax_model_len\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12 \n\x13prefill_pool_tokens\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x1f\n\x12\x64\x65\x63ode_pool_tokens\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x16\n\x0eknows_adapters\x18\x06 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x07 \x03(\t\x12\x13\n\x0bready_nodes\x18\x08 \x03(\t\x12\x10\n\x08num_live\x18\t \x01(\r\x12\x1c\n\x0fown_pool_tokens\x18\n \x01(\x04H\x03\x88\x01\x01\x42\x10\n\x0e_max_model_lenB\x16\n\x14_prefill_pool_tokensB\x15\n\x13_decode_pool_tokensB\x12\n\x10_own_pool_tokens2\xa2\x01\n\nApiServers\x12J\n\x06\x41ttach\x12\x1d.splitserve.v1.ApiServerEvent\x1a\x1d.splitserve.v1.ApiServerBatch(\x01\x30\x01\x12H\n\x07Metrics\x12\x1d.splitserve.v1.MetricsRequest\x1a\x1e.splitserve.v1.MetricsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/api_servers.proto\x12\rsplitserve.v1\x1a\x12protos/fleet.proto\x1a\x16protos/inference.proto\"\x10\n\x0eMetricsRequest\"\x1f\n\x0fMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\x0c\"\xa3\x03\n\x0e\x41piServerEvent\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12.\n\x05hello\x18\x02 \x01(\x0b\x32\x1d.splitserve.v1.ApiServerHelloH\x00\x12\x36\n\theartbeat\x18\x03 \x01(\x0b\x32!.splitserve.v1.ApiServerHeartbeatH\x00\x12,\n\x04\x63\x61ll\x18\x04 \x01(\x0b\x32\x1c.splitserve.v1.ForwardedCallH\x00\x12\'\n\x04over\x18\x05 \x01(\x0b\x32\x17.splitserve.v1.CallOverH\x00\x12/\n\x07stopped\x18\x06 \x01(\x0b\x32\x1c.splitserve.v1.OutputStoppedH\x00\x12-\n\x07refused\x18\x07 \x01(\x0b\x32\x1a.splitserve.v1.RefusedCallH\x00\x12,\n\thttp_call\x18\x08 \x01(\x0b\x32\x17.splitserve.v1.HttpCallH\x00\x12+\n\x06\x66\x61iled\x18\t \x01(\x0b\x32\x19.splitserve.v1.FailedCallH\x00\x42\x07\n\x05\x65vent\"Z\n\x0e\x41piServerHello\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07resumes\x18\x03 \x01(\x08\x12\x18\n\x10protocol_version\x18\x04 \x01(\t\"X\n\x12\x41piServerHeartbeat\x12\r\n\x05\x63pu_s\x18\x01 \x01(\x01\x12\x0f\n\x07listens\x18\x02 \x01(\x08\x12\"\n\x05sheds\x18\x03 \x03(\x0b\x32\x13.splitserve.v1.Shed\"4\n\x04Shed\x12\x0c\n\x04port\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\"\x94\x02\n\rForwardedCall\x12\n\n\x02id\x18\x08 \x01(\t\x12/\n\x07request\x18\x01 \x01(\x0b\x32\x1e.splitserve.v1.GenerateRequest\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.splitserve.v1.CallInfo\x12\x0f\n\x07grammar\x18\x03 \x01(\t\x12\'\n\x07pooling\x18\x04 \x01(\x0b\x32\x16.splitserve.v1.Pooling\x12\x12\n\nnum_behind\x18\x05 \x01(\r\x12\x0e\n\x06left_s\x18\x06 \x01(\x01\x12\x13\n\x0b\x62\x65gun_age_s\x18\x07 \x01(\x01\x12,\n\x07\x65ndings\x18\t \x03(\x0b\x32\x1b.splitserve.v1.PromptEnding\"<\n\x0cPromptEnding\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x19\n\x11logprob_token_ids\x18\x02 \x03(\r\"\x87\x01\n\x08\x43\x61llInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61sker\x18\x02 \x01(\t\x12\x11\n\toperation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05\x61ge_s\x18\x05 \x01(\x01\x12\x13\n\x0btraceparent\x18\x06 \x03(\t\x12\x12\n\ntracestate\x18\x07 \x03(\t\"\'\n\x08\x43\x61llOver\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\"*\n\rOutputStopped\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\"]\n\x0bRefusedCall\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.splitserve.v1.CallInfo\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.CallError\"L\n\x08HttpCall\x12\x0f\n\x07handler\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0e\n\x06status\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\x97\x01\n\tCallError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x38\n\x08metadata\x18\x03 \x03(\x0b\x32&.splitserve.v1.CallError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x82\x02\n\x0e\x41piServerBatch\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12(\n\x05\x66leet\x18\x02 \x01(\x0b\x32\x19.splitserve.v1.FleetState\x12\r\n\x05\x62\x65gun\x18\x03 \x03(\t\x12\x32\n\tresponses\x18\x05 \x03(\x0b\x32\x1f.splitserve.v1.GenerateResponse\x12)\n\x06\x66\x61iled\x18\x06 \x03(\x0b\x32\x19.splitserve.v1.FailedCall\x12\r\n\x05\x63\x61lls\x18\x07 \x03(\x04\x12\x0f\n\x07outputs\x18\x08 \x03(\r\x12\x0f\n\x07indexes\x18\t \x03(\r\x12\x11\n\ttoken_ids\x18\n \x03(\rJ\x04\x08\x04\x10\x05\"A\n\nFailedCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.splitserve.v1.CallError\"\xda\x02\n\nFleetState\x12\x12\n\nis_serving\x18\x01 \x01(\x08\x12\x15\n\rwhy_not_ready\x18\x02 \x01(\t\x12\x1a\n\rmax_model_len\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12 \n\x13prefill_pool_tokens\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x1f\n\x12\x64\x65\x63ode_pool_tokens\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x16\n\x0eknows_adapters\x18\x06 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x07 \x03(\t\x12\x13\n\x0bready_nodes\x18\x08 \x03(\t\x12\x10\n\x08num_live\x18\t \x01(\r\x12\x1c\n\x0fown_pool_tokens\x18\n \x01(\x04H\x03\x88\x01\x01\x42\x10\n\x0e_max_model_lenB\x16\n\x14_prefill_pool_tokensB\x15\n\x13_decode_pool_tokensB\x12\n\x10_own_pool_tokens2\xa2\x01\n\nApiServers\x12J\n\x06\x41ttach\x12\x1d.splitserve.v1.ApiServerEvent\x1a\x1d.splitserve.v1.ApiServerBatch(\x01\x30\x01\x12H\n\x07Metrics\x12\x1d.splitserve.v1.MetricsRequest\x1a\x1e.splitserve.v1.MetricsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,35 +42,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_APISERVEREVENT']._serialized_start=139
   _globals['_APISERVEREVENT']._serialized_end=558
   _globals['_APISERVERHELLO']._serialized_start=560
-  _globals['_APISERVERHELLO']._serialized_end=624
-  _globals['_APISERVERHEARTBEAT']._serialized_start=626
-  _globals['_APISERVERHEARTBEAT']._serialized_end=714
-  _globals['_SHED']._serialized_start=716
-  _globals['_SHED']._serialized_end=768
-  _globals['_FORWARDEDCALL']._serialized_start=771
-  _globals['_FORWARDEDCALL']._serialized_end=1047
-  _globals['_PROMPTENDING']._serialized_start=1049
-  _globals['_PROMPTENDING']._serialized_end=1109
-  _globals['_CALLINFO']._serialized_start=1112
-  _globals['_CALLINFO']._serialized_end=1247
-  _globals['_CALLOVER']._serialized_start=1249
-  _globals['_CALLOVER']._serialized_end=1288
-  _globals['_OUTPUTSTOPPED']._serialized_start=1290
-  _globals['_OUTPUTSTOPPED']._serialized_end=1332
-  _globals['_REFUSEDCALL']._serialized_start=1334
-  _globals['_REFUSEDCALL']._serialized_end=1427
-  _globals['_HTTPCALL']._serialized_start=1429
-  _globals['_HTTPCALL']._serialized_end=1505
-  _globals['_CALLERROR']._serialized_start=1508
-  _globals['_CALLERROR']._serialized_end=1659
-  _globals['_CALLERROR_METADATAENTRY']._serialized_start=1612
-  _globals['_CALLERROR_METADATAENTRY']._serialized_end=1659
-  _globals['_APISERVERBATCH']._serialized_start=1662
-  _globals['_APISERVERBATCH']._serialized_end=1920
-  _globals['_FAILEDCALL']._serialized_start=1922
-  _globals['_FAILEDCALL']._serialized_end=1987
-  _globals['_FLEETSTATE']._serialized_start=1990
-  _globals['_FLEETSTATE']._serialized_end=2336
-  _globals['_APISERVERS']._serialized_start=2339
-  _globals['_APISERVERS']._serialized_end=2501
+  _globals['_APISERVERHELLO']._serialized_end=650
+  _globals['_APISERVERHEARTBEAT']._serialized_start=652
+  _globals['_APISERVERHEARTBEAT']._serialized_end=740
+  _globals['_SHED']._serialized_start=742
+  _globals['_SHED']._serialized_end=794
+  _globals['_FORWARDEDCALL']._serialized_start=797
+  _globals['_FORWARDEDCALL']._serialized_end=1073
+  _globals['_PROMPTENDING']._serialized_start=1075
+  _globals['_PROMPTENDING']._serialized_end=1135
+  _globals['_CALLINFO']._serialized_start=1138
+  _globals['_CALLINFO']._serialized_end=1273
+  _globals['_CALLOVER']._serialized_start=1275
+  _globals['_CALLOVER']._serialized_end=1314
+  _globals['_OUTPUTSTOPPED']._serialized_start=1316
+  _globals['_OUTPUTSTOPPED']._serialized_end=1358
+  _globals['_REFUSEDCALL']._serialized_start=1360
+  _globals['_REFUSEDCALL']._serialized_end=1453
+  _globals['_HTTPCALL']._serialized_start=1455
+  _globals['_HTTPCALL']._serialized_end=1531
+  _globals['_CALLERROR']._serialized_start=1534
+  _globals['_CALLERROR']._serialized_end=1685
+  _globals['_CALLERROR_METADATAENTRY']._serialized_start=1638
+  _globals['_CALLERROR_METADATAENTRY']._serialized_end=1685
+  _globals['_APISERVERBATCH']._serialized_start=1688
+  _globals['_APISERVERBATCH']._serialized_end=1946
+  _globals['_FAILEDCALL']._serialized_start=1948
+  _globals['_FAILEDCALL']._serialized_end=2013
+  _globals['_FLEETSTATE']._serialized_start=2016
+  _globals['_FLEETSTATE']._serialized_end=2362
+  _globals['_APISERVERS']._serialized_start=2365
+  _globals['_APISERVERS']._serialized_end=2527
 # @@protoc_insertion_point(module_scope)

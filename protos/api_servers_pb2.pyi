@@ -41,14 +41,16 @@ class ApiServerEvent(_message.Message):
     def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[ApiServerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[ApiServerHeartbeat, _Mapping]] = ..., call: _Optional[_Union[ForwardedCall, _Mapping]] = ..., over: _Optional[_Union[CallOver, _Mapping]] = ..., stopped: _Optional[_Union[OutputStopped, _Mapping]] = ..., refused: _Optional[_Union[RefusedCall, _Mapping]] = ..., http_call: _Optional[_Union[HttpCall, _Mapping]] = ..., failed: _Optional[_Union[FailedCall, _Mapping]] = ...) -> None: ...
 
 class ApiServerHello(_message.Message):
-    __slots__ = ("name", "version", "resumes")
+    __slots__ = ("name", "version", "resumes", "protocol_version")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RESUMES_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     resumes: bool
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., resumes: _Optional[bool] = ...) -> None: ...
+    protocol_version: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., resumes: _Optional[bool] = ..., protocol_version: _Optional[str] = ...) -> None: ...
 
 class ApiServerHeartbeat(_message.Message):
     __slots__ = ("cpu_s", "listens", "sheds")

@@ -13,7 +13,7 @@ from serving_core.requests import FinishReason, Pooling, Request, SampledToken, 
 from serving_core.shapes import Shape
 from serving_core.slo import Due
 
-PROTOCOL_VERSION = "23"
+PROTOCOL_VERSION = "24"
 # In the headers of an answer's stream, which come when the request is taken.
 MODEL_HEADER: Final = "x-splitserve-model-bin"
 MAX_TOKENS_HEADER: Final = "x-splitserve-max-tokens"

@@ -5,6 +5,7 @@ at the fleet address, and resumes the calls there that an earlier coordinator ha
 """
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -125,6 +126,7 @@ class ApiServer:
             self._public.reread_api_keys()  # the keys may have changed before this server could be told
         self._public.listen()
         await self._public.start()
+        gc.freeze()  # what is loaded stays: no need to scan it in each collection
         self._control.opened()
         while True:
             await self._changed()

@@ -39,6 +39,7 @@ from coordinator.control.request_log import CallRecord
 from coordinator.text.answers import Answer, AnswerText, check_follows
 from coordinator.traces.carrier import CARRIER, Carrier
 from protos import api_servers_pb2, api_servers_pb2_grpc, inference_pb2, inference_pb2_grpc
+from protos.convert import PROTOCOL_VERSION
 from serving_core import reasons
 from serving_core.errors import RequestError
 from serving_core.net.backoff import Reminder
@@ -307,7 +308,8 @@ class RemoteControl:
         unsent = self._unsent = asyncio.Queue()
         self._is_overrun.clear()
         now = time.monotonic()
-        self._send(hello=api_servers_pb2.ApiServerHello(name=self._name, version=VERSION, resumes=self._resumes))
+        versions = {"version": VERSION, "protocol_version": PROTOCOL_VERSION}
+        self._send(hello=api_servers_pb2.ApiServerHello(name=self._name, resumes=self._resumes, **versions))
         for call in self._calls.values():
             self._send(call=call.to_wire(now))
         self._send_owed(now)

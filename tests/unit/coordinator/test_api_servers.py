@@ -31,10 +31,11 @@ from coordinator.text.answers import AnswerText, TextOptions
 from protos import api_servers_pb2, api_servers_pb2_grpc, fleet_pb2, inference_pb2
 from serving_core.errors import RequestError
 from serving_core.net.channels import API_SERVER_OPTIONS
-from serving_core.net.numbering import MessageLost
+from serving_core.net.numbering import MessageLost, Numbering
 from serving_core.reasons import DRAINING, NO_PREFILL_WORKER, QUEUE_FULL
 from serving_core.requests import Pooling, SamplingParams
 from tests import fleet_events as events
+from tests.scripted_nodes import cluster
 
 DEADLINE_S = 60.0
 
@@ -512,3 +513,19 @@ async def test_an_api_server_ends_whose_coordinator_reads_nothing(tmp_path, monk
         for _ in range(4):
             control.count_call("h", "GET", 200, 0.1)  # all at once: none has left yet
         await running
+
+
+async def test_an_api_server_of_another_version_is_refused(tmp_path):
+    event = api_servers_pb2.ApiServerEvent(hello=api_servers_pb2.ApiServerHello(name="older", protocol_version="1"))
+    Numbering().stamp(event)
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        cluster(tmp_path, nodes=()) as c,
+        grpc.aio.insecure_channel(f"127.0.0.1:{c.server.fleet_port}") as channel,
+    ):
+        stream = api_servers_pb2_grpc.ApiServersStub(channel).Attach()
+        await stream.write(event)
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await stream.read()
+    assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "API server older has protocol_version 1 and not" in refusal.value.details()
