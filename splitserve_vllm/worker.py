@@ -43,6 +43,14 @@ class _Outgoing:
     request_id: str = ""  # of vLLM, once it has finished and holds the blocks
     is_released: bool = False
     is_sending: bool = False
+    next_descriptor: bytes = b""  # which has come while a transfer by a void one is ending
+    timer: asyncio.TimerHandle | None = None  # of the end of the time that its blocks are kept
+
+    def set_timer(self, timer: asyncio.TimerHandle | None) -> None:
+        """Replace the timer by this one."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = timer
 
 
 class Worker:
@@ -249,7 +257,12 @@ class WorkerTransfers(RankTransfers):
         if outgoing.is_released:
             self._let_go(epoch)
         else:
-            asyncio.get_running_loop().call_later(self._hold_s, self._release, epoch)
+            self._set_timer(epoch, outgoing)
+
+    def _set_timer(self, epoch: int, outgoing: _Outgoing) -> None:
+        """Let the blocks of a finished prompt be kept for `hold_s` seconds from now on."""
+        if outgoing.request_id:
+            outgoing.set_timer(asyncio.get_running_loop().call_later(self._hold_s, self._expire, epoch))
 
     # ---- the node's commands ----
 
@@ -269,7 +282,11 @@ class WorkerTransfers(RankTransfers):
 
     def _begin(self, epoch: int, descriptor: bytes) -> None:
         outgoing = self._outgoing.setdefault(epoch, _Outgoing())
+        if outgoing.is_sending:  # by the descriptor of a credit that the decode node is revoking
+            outgoing.next_descriptor = descriptor
+            return
         outgoing.is_sending = True
+        self._set_timer(epoch, outgoing)
         self._start(epoch, descriptor)
         self._ready(epoch, outgoing.block_ids)
         self._finish_if_done(epoch)
@@ -292,12 +309,15 @@ class WorkerTransfers(RankTransfers):
 
     def _drop(self, epoch: int) -> None:
         """Forget a prompt whose blocks vLLM has freed."""
-        if self._outgoing.pop(epoch, None) is not None:
+        if (outgoing := self._outgoing.pop(epoch, None)) is not None:
+            outgoing.set_timer(None)
             self._cancel_sending(epoch)
 
     def _let_go(self, epoch: int) -> None:
+        outgoing = self._outgoing.pop(epoch)
+        outgoing.set_timer(None)
         with self._lock:
-            self._sent_ids.add(self._outgoing.pop(epoch).request_id)
+            self._sent_ids.add(outgoing.request_id)
 
     # ---- reports of transfers ----
 
@@ -320,10 +340,31 @@ class WorkerTransfers(RankTransfers):
 
     def _sent(self, epoch: int, result: Sent | TransferFailed) -> None:
         if outgoing := self._outgoing.get(epoch):
-            outgoing.is_sending, outgoing.is_released = False, True
+            outgoing.is_sending = False
+            is_revoked = isinstance(result, TransferFailed) and result.reason == reasons.TRANSFER_REVOKED
+            if is_revoked and not outgoing.is_released:
+                self._await_descriptor(epoch, outgoing)
+                return
+            outgoing.is_released = True
             if outgoing.request_id:
                 self._let_go(epoch)
         self._tell_end(epoch, result, b"")
+
+    def _await_descriptor(self, epoch: int, outgoing: _Outgoing) -> None:
+        """Send a prompt, whose credit the decode node has revoked, by its next descriptor once that is here."""
+        descriptor, outgoing.next_descriptor = outgoing.next_descriptor, b""
+        if descriptor:
+            self._begin(epoch, descriptor)
+        else:
+            self._set_timer(epoch, outgoing)
+
+    def _expire(self, epoch: int) -> None:
+        """Let go of a prompt that was kept for too long."""
+        is_waiting = not self._outgoing[epoch].is_sending
+        self._release(epoch)
+        if is_waiting:
+            message = f"no descriptor came within {self._hold_s:g} s"
+            self._tell_end(epoch, TransferFailed(reasons.TRANSFER_FAILED, message), b"")
 
     def _tell_end(self, epoch: int, result: Sent | Received | TransferFailed, tail: bytes) -> None:
         if isinstance(result, TransferFailed):

@@ -20,7 +20,13 @@ class MixedCluster(VllmCluster):
 
     def start_node(self, name, **flags):
         own = (
-            {"block_size": BLOCK, "dtype": "float32", "num_kv_blocks": 200, "tensor_parallel_size": 2}
+            {
+                "block_size": BLOCK,
+                "dtype": "float32",
+                "num_kv_blocks": 200,
+                "tensor_parallel_size": 2,
+                "rank_timeout_s": 600,
+            }
             if name in OURS
             else {"kv_order": "splitserve"}
         )

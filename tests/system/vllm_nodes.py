@@ -59,6 +59,10 @@ def write_model(folder):
 
 
 def started(model, folder, kind=VllmCluster, **numbers):
+    return made(model, folder, kind, **numbers).start()
+
+
+def made(model, folder, kind=VllmCluster, **numbers):
     cluster = kind(
         model,
         folder,
@@ -68,7 +72,7 @@ def started(model, folder, kind=VllmCluster, **numbers):
     )
     if not cluster.ours:
         cluster._node_flags.pop("block_size")  # a flag of our own engine
-    return cluster.start()
+    return cluster
 
 
 def prompts(number, seed=0):

@@ -115,6 +115,10 @@ def test_nothing_is_fetched_from_a_node_whose_engine_hands_nothing_over():
     assert placed(keeping=("d0",)).prefix_fetch is None
 
 
+def test_nothing_is_fetched_to_a_node_whose_engine_takes_nothing():
+    assert placed(keeping=("p0",)).prefix_fetch is None
+
+
 def test_what_the_prefill_node_holds_is_not_lent():
     prefix_fetch = placed(held={"d0": HINTS, "p0": HINTS[:4]}).prefix_fetch
     assert (prefix_fetch.num_tokens, prefix_fetch.num_fetched) == (96, 32)

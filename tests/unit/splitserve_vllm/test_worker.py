@@ -167,10 +167,51 @@ async def test_a_cancelled_credit_is_void(sides):
     prefill.send(7, descriptor)
     prefill.step(chunks=[Chunk(7, [5, 2, 0])])
     prefill.finish(7)
-    assert not (await prefill.event("transfer_ended")).ok
     prefill.step(held={"p7": 7})
+    prefill.cancel(7)
     await prefill.steps_until(lambda: prefill.sent == {"p7"})
     assert not same_blocks(prefill, decode, (5, 2, 0), (3, 1, 6))
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+async def test_a_prompt_whose_credit_is_revoked_goes_by_its_next_descriptor(sides, is_early):
+    """Which may come while the transfer by the void one is ending. Our own decode nodes revoke credits."""
+    prefill, decode = sides
+    void = await opened(decode)
+    prefill.send(7, void)
+    prefill.step(chunks=[Chunk(7, [5])])
+    await decode.steps_until(lambda: same_blocks(prefill, decode, [5], [3]))
+    decode.cancel(7)
+    assert not (await decode.event("transfer_ended")).ok
+    descriptor = await opened(decode, block_ids=(4, 2, 7))
+    if is_early:
+        prefill.send(7, descriptor)
+    prefill.step(chunks=[Chunk(7, [5, 2, 0])])
+    prefill.finish(7)
+    prefill.step(held={"p7": 7})
+    if not is_early:
+        await asyncio.sleep(0.1)
+        prefill.send(7, descriptor)
+    received = await decode.event("transfer_ended")
+    assert (received.ok, received.tail) == (True, b"tail")
+    assert (await prefill.event("transfer_ended")).ok
+    await prefill.steps_until(lambda: prefill.sent == {"p7"})
+    assert same_blocks(prefill, decode, (5, 2, 0), (4, 2, 7))
+
+
+async def test_a_prompt_whose_next_descriptor_does_not_come_fails(tmp_path):
+    prefill, decode = Side(1), Side(2)
+    async with prefill.started(tmp_path, hold_s=0.3), decode.started(tmp_path):
+        void = await opened(decode)
+        decode.cancel(7)
+        await decode.event("transfer_ended")
+        prefill.send(7, void)
+        prefill.step(chunks=[Chunk(7, [5, 2, 0])])
+        prefill.finish(7)
+        prefill.step(held={"p7": 7})
+        ended = await prefill.event("transfer_ended")
+        assert not ended.ok
+        await prefill.steps_until(lambda: prefill.sent == {"p7"})
 
 
 async def test_a_prompt_that_is_released_first_is_let_go_when_it_finishes(sides):
