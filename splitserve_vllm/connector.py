@@ -34,7 +34,10 @@ class SplitServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        die_with(os.getppid())  # however the node's process ends, nothing of vLLM is left
+        config = self._kv_transfer_config.kv_connector_extra_config
+        # However the node's process ends, nothing of vLLM is left: its scheduler is the node's child.
+        if not die_with(config["node_pid"] if role is KVConnectorRole.SCHEDULER else os.getppid()):
+            raise SettingsError("the node has ended while vLLM was starting")
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise SettingsError("a model whose layers have several kinds of KV cache cannot be sent between nodes")
         block_size = vllm_config.cache_config.block_size

@@ -1,6 +1,7 @@
 """Start a node with vLLM: flags, checks, vLLM itself, and the link to the coordinator."""
 
 import logging
+import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -148,6 +149,7 @@ def _for_connector(settings: VllmSettings, meeting: bytes) -> dict[str, Any]:
     """Return what the KV connector in vLLM's worker must know."""
     return {
         "meeting": meeting.hex(),
+        "node_pid": os.getpid(),
         "kv_bind": settings.kv_bind,
         "kv_order": settings.kv_order,
         "kv_shared_memory": settings.kv_shared_memory,
