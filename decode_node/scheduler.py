@@ -111,11 +111,16 @@ def next_step(works: Sequence[Work], node_requests: NodeRequests, leases: Leases
     """
     if not (running := node_requests.steady(works)):
         return []
-    missing = [leases.num_missing(each, each.num_computed + 2) for each in running]
-    if any(missing) and sum(missing) > leases.num_free:
+    block_size, num_state_blocks = leases.block_size, leases.num_state_blocks
+    growing, num_missing = [], 0
+    for node_request, work in zip(running, works, strict=True):
+        if node_request.num_computed + 2 > (len(work.block_ids) - num_state_blocks) * block_size:
+            growing.append((node_request, leases.num_missing(node_request, node_request.num_computed + 2)))
+            num_missing += growing[-1][1]
+    if num_missing > leases.num_free:
         return []
-    for node_request, num_missing in zip(running, missing, strict=True):
-        if num_missing:
-            leases.grow(node_request, num_missing)
+    for node_request, num_blocks in growing:
+        leases.grow(node_request, num_blocks)
+    for node_request in running:
         node_request.num_in_step = 2
-    return [Work(work.request, work.start + 1, 1, work.block_ids) for work in works]
+    return [Work(request, start + 1, 1, block_ids) for request, start, _, block_ids, _, _ in works]

@@ -14,13 +14,13 @@ from engine.attention.distributed import DistributedAttention, PartialAttention
 from engine.attention.native import NativeAttention
 from engine.attention.paged import Attention
 from engine.cache.kv_pool import PagedKVPool
-from engine.forward_batch import ForwardBatch, build_batch
+from engine.forward_batch import ForwardBatch, build_batch, next_batch
 from engine.micro_batches import micro_batches
 from engine.ops.base import Logits, Ops
 from engine.parallel import LEADER, RankGroup
 from engine.pipeline import Pipeline
 from engine.pooling import pool
-from engine.sampler import sample_step
+from engine.sampler import sample, sample_step
 from engine.stepper import StepStream
 from serving_core.errors import ModelError
 from serving_core.grammars import Grammars
@@ -109,9 +109,8 @@ class DecodeProgram(Protocol):
 
 
 class PreparedStep(NamedTuple):
-    """The batch of a step whose tokens are not all known, with what a decode program prepared for it, if any."""
+    """The batch of a decode step whose tokens are not known, with what a decode program prepared for it, if any."""
 
-    shares: list[Share]
     batch: ForwardBatch
     plan: Any | None
 
@@ -207,16 +206,20 @@ class Engine:
         """Return whether `prepare` and `step_prepared` may be called: on a single rank, for a model that generates."""
         return self.group.size == 1 and self.config.embedder is None
 
-    @torch.inference_mode()
-    def prepare(self, works: Sequence[Work]) -> PreparedStep:
+    def prepare(self, works: Sequence[Work], behind: PreparedStep | None = None) -> PreparedStep:
         """Build the batch of a decode step in which each request's one token is not known yet.
 
-        May run beside a running step, from one thread at a time.
+        `behind` is the step before, if it was prepared too and these works are its requests' next tokens. May run
+        beside a running step, from one thread at a time.
         """
-        shares = [Share((0,), work.start, work.block_ids, True, adapter=work.request.adapter) for work in works]
+        layout, device = self.layout, self.pool.device
         with self.stream.taken():
-            batch = build_batch(shares, self.layout.block_size, self.pool.device, self.layout.num_state_blocks)
-            return PreparedStep(shares, batch, None if self.program is None else self.program.plan(batch))
+            if behind is not None and not layout.num_state_blocks:
+                batch = next_batch(behind.batch, [work.block_ids for work in works], layout.block_size, device)
+            else:
+                shares = [Share((0,), work.start, work.block_ids, True, adapter=work.request.adapter) for work in works]
+                batch = build_batch(shares, layout.block_size, device, layout.num_state_blocks)
+            return PreparedStep(batch, None if self.program is None else self.program.plan(batch))
 
     @torch.inference_mode()
     def step_prepared(
@@ -234,15 +237,17 @@ class Engine:
         `before`.
         """
         self.clock.lap(THREADS)
-        token_ids = torch.tensor([token.token_id for token in before], dtype=torch.int64, device="cpu")
+        token_ids = [token.token_id for token in before]
         with self.stream.step():
-            prepared.batch.token_ids.copy_(token_ids)
+            prepared.batch.know(token_ids)
             logits = self._computed(prepared.batch, prepared.plan, None, on_begun)
             assert logits is not None, "this is the only rank"
             self.clock.lap(COMPUTE)
             until_known()
             self.clock.lap(THREADS)
-            tokens = self._sample(logits, works, prepared.shares)
+            tokens = sample(
+                logits.rows, [work.request for work in works], self.config.eos_token_ids, self.ops, logits.likeliest
+            )
         self.clock.lap(SAMPLE)
         return tokens
 

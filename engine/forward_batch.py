@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from serving_core.requests import Share
 
@@ -35,6 +36,13 @@ class ForwardBatch:
     def longest_context(self) -> int:
         """Return the largest kv_length, in tokens."""
         return max(self.context_lengths)
+
+    def know(self, token_ids: Sequence[int]) -> None:
+        """Set the tokens of a batch that was built before they were known."""
+        if self.token_ids.device.type == "cpu":
+            self.token_ids.numpy()[:] = token_ids  # without a tensor of its own
+        else:
+            self.token_ids.copy_(torch.tensor(token_ids, device="cpu"))
 
     def wanting(self, rows: torch.Tensor) -> "ForwardBatch":
         """Return a copy of this batch whose logits are wanted for `rows` ([S] int64); it shares the other tensors."""
@@ -111,6 +119,45 @@ def build_batch(
         starts=query_starts,
         longest_query=max(len(share.token_ids) for share in shares),
         context_lengths=kv_lengths,
+    )
+
+
+def next_batch(
+    before: ForwardBatch, tables: Sequence[Sequence[int]], block_size: int, device: torch.device
+) -> ForwardBatch:
+    """Build the batch behind a decode step: the next token, not known yet, of each request of `before`.
+
+    `before` has one token of each request and wants the logits of all; without a fixed state. `tables` are the block
+    tables, which hold the next token too. The result is as `build_batch` makes it, but only what differs is made.
+    """
+    slots, block_tables = before.slots + 1, before.block_tables
+    lengths = [length + 1 for length in before.context_lengths]
+    if rows := [row for row, length in enumerate(lengths) if (length - 1) % block_size == 0]:
+        columns = [(lengths[row] - 1) // block_size for row in rows]
+        new = _moved(
+            torch.tensor(
+                [rows, columns, [tables[row][column] for row, column in zip(rows, columns, strict=True)]], device="cpu"
+            ),
+            device,
+        )
+        missing = max(columns) + 1 - block_tables.shape[1]
+        block_tables = functional.pad(block_tables, (0, missing)) if missing > 0 else block_tables.clone()
+        block_tables[new[0], new[1]] = new[2].int()
+        slots[new[0]] = new[2] * block_size
+    return ForwardBatch(
+        token_ids=torch.empty_like(before.token_ids),
+        positions=before.positions + 1,
+        slots=slots,
+        query_starts=before.query_starts,
+        kv_lengths=before.kv_lengths + 1,
+        block_tables=block_tables,
+        state_blocks=before.state_blocks,
+        state_sources=before.state_sources,
+        logit_rows=before.logit_rows,
+        adapted_rows=before.adapted_rows,
+        starts=before.starts,
+        longest_query=1,
+        context_lengths=lengths,
     )
 
 

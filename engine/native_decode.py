@@ -5,14 +5,14 @@ Module by module, a decoder would return to Python, and wake and join its thread
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
 from engine.attention.native import NativeAttention, NativePlan
 from engine.forward_batch import ForwardBatch
-from engine.model.layers import FeedForward, Linear, Packed, RMSNorm
+from engine.model.layers import Embedding, FeedForward, Linear, Packed, RMSNorm
 from engine.model.llama import (
     DecoderLayer,
     LlamaDecoder,
@@ -23,16 +23,19 @@ from engine.model.llama import (
     SelfAttention,
 )
 from engine.native.linear import DenseMatrix
+from engine.native.ops_library import Table
 from engine.native.program import NativeProgram
-from engine.ops.base import KVSlots, Logits
+from engine.ops.base import Logits
 from engine.ops.native import ELEMENTS, NativeOps
 from engine.ops.rope import Rotation
+from engine.ops.tiled import Rotary
 from engine.quantization.quantized_linear import QuantizedMatrix
-from serving_core.model_files.rope import Rope
 
 MOST_ROWS: Final = 64
 OPERATIONS_PER_LAYER: Final = 15  # at most seven, and four products of at most two each
-OPERATIONS_AFTER: Final = 5  # a norm, the head, a cap and the search for the maxima
+OPERATIONS_BESIDE: Final = 6  # the embedding, a norm, the head of two, a cap and the search for the maxima
+OPERATIONS_PER_ROPE: Final = 2
+MORE_POSITIONS: Final = 1024  # by which a table grows
 
 Recordable: TypeAlias = DenseMatrix | QuantizedMatrix
 
@@ -53,10 +56,37 @@ def is_recordable(decoder: LlamaDecoder, attention: NativeAttention) -> bool:
 
 
 class NativeDecodePlan(NamedTuple):
-    """The parts of a run that can be prepared before its tokens are known, by window and by rope."""
+    """The parts of a run that can be prepared before its tokens are known: plans by window, and tables by rope."""
 
-    attention: Mapping[int | None, NativePlan]
-    rotations: Mapping[Rope | None, Rotation]
+    attention: Sequence[NativePlan]
+    rotations: Sequence[Rotation]
+
+
+class RotationTable:
+    """The cosines and sines of all positions so far, which a step gathers instead of computing them."""
+
+    def __init__(self, rotary: Rotary, head_dim: int, dtype: torch.dtype) -> None:
+        self._rotary, self._dtype = rotary, dtype
+        self._rotation: Rotation = (torch.empty(0, 1, head_dim, dtype=dtype), torch.empty(0, 1, head_dim, dtype=dtype))
+        self.tables: Final = Table(), Table()
+        """Where a program finds the cosines and sines."""
+
+    def up_to(self, num_positions: int) -> Rotation:
+        """Return the cosines and sines of at least this many positions, each [positions, 1, head_dim].
+
+        Two threads may call this at a time.
+        """
+        cos, sin = self._rotation
+        if (num_known := cos.shape[0]) < num_positions:
+            end = -(-num_positions // MORE_POSITIONS) * MORE_POSITIONS
+            more_cos, more_sin = self._rotary.tables(torch.arange(num_known, end), self._dtype)
+            cos, sin = self._rotation = torch.cat((cos, more_cos)), torch.cat((sin, more_sin))
+        return cos, sin
+
+    def use(self, rotation: Rotation) -> None:
+        """Let the next run of the program find this result of `up_to`."""
+        for table, rows in zip(self.tables, rotation, strict=True):
+            table.rows, table.num_rows = rows.data_ptr(), rows.shape[0]
 
 
 class NativeDecode:
@@ -73,9 +103,15 @@ class NativeDecode:
         layout = attention.pool.layout
         self._decoder, self._attention, self._ops = decoder, attention, decoder.ops
         self._buffers = _Buffers(decoder, attention)
-        # Where a run finds the plans' addresses
+        # Where a run finds the plans, and the numbers of its tokens
         self._plans = {window: ctypes.c_void_p() for window in decoder.windows}
-        self._program = NativeProgram(OPERATIONS_PER_LAYER * layout.num_layers + OPERATIONS_AFTER, MOST_ROWS)
+        self._token_ids, self._positions, self._slots = (ctypes.c_void_p() for _ in range(3))
+        self._rotations = {
+            rope: RotationTable(rotary, layout.head_dim, self._buffers.x.dtype)
+            for rope, rotary in decoder.rotaries.items()
+        }
+        num_operations = OPERATIONS_PER_LAYER * layout.num_layers + OPERATIONS_PER_ROPE * len(self._rotations)
+        self._program = NativeProgram(num_operations + OPERATIONS_BESIDE, MOST_ROWS)
         self._record()
 
     def plan(self, batch: ForwardBatch) -> NativeDecodePlan | None:
@@ -83,34 +119,37 @@ class NativeDecode:
 
         Returns None for other batches.
         """
-        if batch.adapted_rows or not len(batch.logit_rows) == len(batch.token_ids) <= MOST_ROWS:
+        if batch.adapted_rows or not batch.logit_rows.shape[0] == batch.starts[-1] <= MOST_ROWS:
             return None
-        dtype = self._buffers.x.dtype
+        num_positions = batch.longest_context
         return NativeDecodePlan(
-            {window: self._attention.plan(batch, window) for window in self._plans},
-            {rope: rotary.tables(batch.positions, dtype) for rope, rotary in self._decoder.rotaries.items()},
+            [self._attention.plan(batch, window) for window in self._plans],
+            [table.up_to(num_positions) for table in self._rotations.values()],
         )
 
     def run(self, batch: ForwardBatch, plan: NativeDecodePlan, on_taken: Callable[[], None]) -> Logits:
         """Compute the batch, given its plan; return the logits [T, vocab_size] and their maxima.
 
-        Both are valid until the next run. Calls `on_taken` when the inputs are in the buffers. Raises IndexError, and
-        writes nothing, if a slot is outside the pool.
+        Both are valid until the next run. Calls `on_taken` when the inputs are known to the program. Raises IndexError,
+        and writes nothing, if a token is outside the vocabulary or a slot outside the pool.
         """
-        num_rows, buffers, decoder = len(batch.token_ids), self._buffers, self._decoder
-        assert decoder.embed_tokens is not None
-        buffers.x[:num_rows] = decoder.embed_tokens(batch.token_ids)
-        for rope, rotation in plan.rotations.items():
-            for table, values in zip(buffers.rotations[rope], rotation, strict=True):
-                table[:num_rows] = values
-        buffers.slots[:num_rows] = batch.slots
-        for window, of_window in plan.attention.items():
-            self._plans[window].value = of_window.address
+        num_rows, buffers, decoder = batch.starts[-1], self._buffers, self._decoder
+        if not self._embeds:
+            assert decoder.embed_tokens is not None
+            buffers.x[:num_rows] = decoder.embed_tokens(batch.token_ids)
+        self._token_ids.value, self._positions.value = batch.token_ids.data_ptr(), batch.positions.data_ptr()
+        self._slots.value = batch.slots.data_ptr()
+        for table, rotation in zip(self._rotations.values(), plan.rotations, strict=True):
+            table.use(rotation)
+        for place, of_window in zip(self._plans.values(), plan.attention, strict=True):
+            place.value = of_window.address
         on_taken()
         if not self._program.run(num_rows):
-            raise IndexError(f"there is a slot outside the {self._attention.pool.num_blocks} blocks of the KV pool")
-        highest, tokens = buffers.likeliest
-        return Logits(buffers.logits[:num_rows], (highest[:num_rows], tokens[:num_rows]))
+            pool = self._attention.pool
+            raise IndexError(
+                f"there is a slot outside the {pool.num_blocks} blocks of the KV pool, or an unknown token"
+            )
+        return buffers.results(num_rows)
 
     def close(self) -> None:
         """Do nothing: no group waits for this program."""
@@ -118,6 +157,10 @@ class NativeDecode:
     def _record(self) -> None:
         buffers, decoder = self._buffers, self._decoder
         delta: torch.Tensor | None = None
+        self._embeds = self._record_embedding(decoder.embed_tokens)
+        for rope, rotation in self._rotations.items():
+            for table, output in zip(rotation.tables, buffers.rotations[rope], strict=True):
+                self._ops.record_gather(self._program, table, self._positions, output)
         for layer in decoder.own_layers:
             delta = self._record_layer(layer, delta)
         assert decoder.norm is not None
@@ -126,6 +169,19 @@ class NativeDecode:
         if decoder.logit_softcap is not None:
             self._ops.record_cap(self._program, buffers.logits, decoder.logit_softcap)
         self._ops.record_search(self._program, buffers.logits, *buffers.likeliest)
+
+    def _record_embedding(self, embedding: Embedding | None) -> bool:
+        """Record the copy of the tokens' vectors into x, if they are rows of x's dtype; return whether they are."""
+        if type(embedding) is not Embedding:
+            return False  # it scales them
+        if isinstance(embedding.matrix, DenseMatrix) and embedding.matrix.dtype == self._buffers.x.dtype:
+            embedding.matrix.record_rows(self._program, self._token_ids, self._buffers.x)
+        elif embedding.matrix is None and embedding.weight.dtype == self._buffers.x.dtype:
+            self._vectors = Table(embedding.weight.data_ptr(), len(embedding.weight))
+            self._ops.record_gather(self._program, self._vectors, self._token_ids, self._buffers.x)
+        else:
+            return False
+        return True
 
     def _record_layer(self, layer: DecoderLayer, delta: torch.Tensor | None) -> torch.Tensor | None:
         """Record a layer. `delta` is still to be added to x before it; the returned delta is still to be added after
@@ -156,8 +212,10 @@ class NativeDecode:
         self._record_product(block.qkv_proj.matrix, x, buffers.heads)
         if isinstance(block, NormedAttention):
             self._record_projection_norms(block)
-        rotation, kv = buffers.rotations[block.rope], KVSlots(pool, block.layer, buffers.slots)
-        self._ops.record_rotate_and_store(program, buffers.heads, rotation, kv, block.head_norms)
+        rotation = buffers.rotations[block.rope]
+        self._ops.record_rotate_and_store(
+            program, buffers.heads, rotation, pool, block.layer, self._slots, block.head_norms
+        )
         self._attention.record(program, self._plans[block.window], buffers.heads, block.layer, buffers.attended)
         self._record_product(block.o_proj.matrix, buffers.attended, buffers.delta)
 
@@ -195,7 +253,7 @@ class NativeDecode:
 
 
 class _Buffers:
-    """Activations of MOST_ROWS tokens, and the inputs of a run."""
+    """Activations and rotations of MOST_ROWS tokens."""
 
     def __init__(self, decoder: LlamaDecoder, attention: NativeAttention) -> None:
         layout, head = attention.pool.layout, decoder.head
@@ -215,7 +273,14 @@ class _Buffers:
         self.logits = rows(head.num_outputs)
         self.likeliest = torch.empty(MOST_ROWS), torch.empty(MOST_ROWS, dtype=torch.int64)
         self.rotations = {rope: (rows(1, layout.head_dim), rows(1, layout.head_dim)) for rope in decoder.rotaries}
-        self.slots = torch.empty(MOST_ROWS, dtype=torch.int64)
+        self._results: dict[int, Logits] = {}  # views, by their number of rows
+
+    def results(self, num_rows: int) -> Logits:
+        """Return the first num_rows rows of the logits, and their maxima."""
+        if num_rows not in self._results:
+            highest, tokens = self.likeliest
+            self._results[num_rows] = Logits(self.logits[:num_rows], (highest[:num_rows], tokens[:num_rows]))
+        return self._results[num_rows]
 
 
 def _is_recordable(matrix: Packed | None) -> bool:

@@ -257,35 +257,39 @@ def sample(
     grammar allows no token, or whose largest logit is not finite, gets a SampledToken with an error. A request with
     pooling gets its logprobs instead of a token.
     """
-    errors = forbid(logits, requests)
-    if any(request.guide is not None for request in requests):
-        likeliest = None
-    as_they_are = {row: request for row, request in enumerate(requests) if not is_adjusted(request)}
-    adjusted = [row for row in range(len(requests)) if row not in as_they_are]
-    highest, tokens = _choose(logits, as_they_are, ops, likeliest)
+    samplings: list[RowSampling] = []
+    adjusted: list[int] = []
+    beside: dict[int, Beside] = {}
+    is_guided = is_pooled = False
+    for row, request in enumerate(requests):
+        sampling = request.sampling
+        if is_adjusted(request):
+            adjusted.append(row)
+        elif sampling.temperature > 0:
+            samplings.append(_row_sampling(row, request))
+        if sampling.logprobs is not None:
+            beside[row] = Beside(sampling.logprobs, sampling.logprob_token_ids)
+        is_guided |= request.guide is not None
+        is_pooled |= request.pooling is not None
+    errors = forbid(logits, requests) if is_guided else {}
+    highest, tokens = _choose(logits, samplings, ops, None if is_guided else likeliest)
     if adjusted:
         rows = torch.tensor(adjusted).to(logits.device, non_blocking=True)
-        copies = logits[rows].float()
-        for copy, row in zip(copies, adjusted, strict=True):
-            adjust(copy, requests[row], eos_token_ids)
-        tokens[rows] = _choose(copies, {place: requests[row] for place, row in enumerate(adjusted)}, ops)[1]
+        tokens[rows] = _choose_adjusted(logits[rows].float(), [requests[row] for row in adjusted], eos_token_ids, ops)
     token_ids = tokens.tolist()  # the first synchronization with the device
-    failed = {row: overflowed("logits") for row, number in enumerate(highest.tolist()) if not math.isfinite(number)}
+    sampled = list(map(SampledToken, token_ids))
+    are_finite = list(map(math.isfinite, highest.tolist()))
+    failed = {row: overflowed("logits") for row, is_good in enumerate(are_finite) if not is_good}
     failed |= {row: SampledToken(NO_TOKEN, error=error) for row, error in errors.items()}
-    sampled = [SampledToken(token) for token in token_ids]
-    wanted = {row: request.sampling for row, request in enumerate(requests) if row not in failed}
-    beside = {
-        row: Beside(sampling.logprobs, sampling.logprob_token_ids)
-        for row, sampling in wanted.items()
-        if sampling.logprobs is not None
-    }
-    if beside:
+    if beside := {row: each for row, each in beside.items() if row not in failed}:
         ours = [token_ids[row] for row in beside]
         scored = with_logprobs(logits, highest, [*beside], ours, [*beside.values()], ops)
         for row, token in zip(beside, scored, strict=True):
             sampled[row] = token
     for row, token in failed.items():
         sampled[row] = token
+    if not is_pooled:
+        return sampled
     return [
         token if request.pooling is None or token.error is not None else _pooled(request, token)
         for request, token in zip(requests, sampled, strict=True)
@@ -352,19 +356,29 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _choose(
-    logits: torch.Tensor, requests: Mapping[int, Request], ops: Ops, likeliest: Likeliest | None = None
+    logits: torch.Tensor, samplings: Sequence[RowSampling], ops: Ops, likeliest: Likeliest | None = None
 ) -> Likeliest:
-    """Return each row's largest logit and its chosen token: the likeliest, or a sampled one if the request is not
-    greedy.
+    """Return each row's largest logit and its chosen token: the likeliest, or a sampled one if `samplings` has the row.
 
     If `likeliest` is given, its tensors are updated in place and returned.
     """
     highest, tokens = ops.likeliest(logits) if likeliest is None else likeliest
-    samplings = [_row_sampling(row, request) for row, request in requests.items() if request.sampling.temperature > 0]
     if samplings:
         rows = torch.tensor([sampling.row for sampling in samplings]).to(logits.device, non_blocking=True)
         tokens[rows] = ops.sample(logits, highest, samplings)
     return highest, tokens
+
+
+def _choose_adjusted(
+    copies: torch.Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int], ops: Ops
+) -> torch.Tensor:
+    """Return the chosen token of each row after `adjust`; `copies` [rows, vocab_size], float32, are overwritten."""
+    samplings = []
+    for row, request in enumerate(requests):
+        adjust(copies[row], request, eos_token_ids)
+        if request.sampling.temperature > 0:
+            samplings.append(_row_sampling(row, request))
+    return _choose(copies, samplings, ops)[1]
 
 
 def _row_sampling(row: int, request: Request) -> RowSampling:

@@ -177,24 +177,30 @@ class NextStep(Step[P, R]):
     Calls the second argument when the computation begins, and the third before it needs what the event loop makes of
     the step before.
     """
-    _is_taken_in: threading.Event = field(default_factory=threading.Event)
+    _until_taken_in: threading.Lock = field(default_factory=threading.Lock)
     _is_given_up: bool = False
 
+    def __post_init__(self) -> None:
+        self._until_taken_in.acquire()
+
     def take_in(self) -> None:
-        """Signal, from the event loop, that it has processed the result of the step before; `wait` then returns."""
-        self._is_taken_in.set()
+        """Signal, from the event loop, that it has processed the result of the step before; `wait` then returns.
+
+        Either this or `give_up` may be called, once.
+        """
+        self._until_taken_in.release()
 
     def give_up(self) -> None:
         """Signal that the result of the step before is never processed; `wait` then raises, so this step fails."""
         self._is_given_up = True
-        self._is_taken_in.set()
+        self._until_taken_in.release()
 
     def wait(self) -> None:
         """Block this thread until the event loop has processed the result of the step before.
 
         Raises RuntimeError after `give_up`, or after TAKEN_IN_DEADLINE_S seconds.
         """
-        if not self._is_taken_in.wait(TAKEN_IN_DEADLINE_S) or self._is_given_up:
+        if not self._until_taken_in.acquire(timeout=TAKEN_IN_DEADLINE_S) or self._is_given_up:
             raise RuntimeError("what the step before gave was not taken in")
 
 

@@ -164,10 +164,6 @@ class SampledToken(NamedTuple):
     error: RequestError | None = None  # why there is no token, such as a grammar that allows none
     embedding: bytes = b""  # instead of a token: the prompt's embedding or logprobs, float32, little-endian
 
-    @property
-    def is_token(self) -> bool:
-        return self.error is None and not self.embedding
-
 
 class Work(NamedTuple):
     """The part of one request in a step: compute token_ids[start : start + num_tokens].
@@ -259,4 +255,6 @@ def finish_reason(request: Request, eos_token_ids: Sequence[int], next_id: int |
 
 def would_end(request: Request, sampled: SampledToken, eos_token_ids: Sequence[int]) -> bool:
     """Return whether a result of the next step would end the request's output: as its last token, or as no token."""
-    return not sampled.is_token or finish_reason(request, eos_token_ids, sampled.token_id) is not None
+    if sampled.error is not None or sampled.embedding:
+        return True
+    return finish_reason(request, eos_token_ids, sampled.token_id) is not None

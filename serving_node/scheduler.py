@@ -407,9 +407,10 @@ class NodeScheduler:
         A result that is no token ends it too; stop strings are not considered. The method only reads requests, so
         another thread may call it while the step runs.
         """
-        return any(
-            would_end(work.request, token, self._eos_token_ids) for work, token in zip(works, tokens, strict=True)
-        )
+        for work, token in zip(works, tokens, strict=True):
+            if would_end(work.request, token, self._eos_token_ids):
+                return True
+        return False
 
     def _plan(self, now: float) -> list[Work]:
         works = self._decode.plan()
@@ -507,6 +508,8 @@ class NodeScheduler:
         """Report prompts of which a step has computed a part: that the prefill has begun, and with a deadline, by which
         the coordinator plans, each time how many tokens are left.
         """
+        if not self._node_requests.count(RequestState.PREFILLING):
+            return  # as in most steps
         for each in node_requests:
             if each.state is not RequestState.PREFILLING or (each.due is None and each.has_reported_progress):
                 continue

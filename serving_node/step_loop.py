@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from decode_node.speculation import DraftModel, Drafts
 from engine.drafting import Drafter
-from engine.engine import AFTER, DRAFT, IDLE, PLAN, SEND, THREADS, Engine, StepClock
+from engine.engine import AFTER, DRAFT, IDLE, PLAN, SEND, THREADS, Engine, PreparedStep, StepClock
 from engine.stepper import MOST_FAILED_STEPS, NextStep, Step, Stepper, cause_of, is_fatal
 from serving_core.errors import RankLost
 from serving_core.net.backoff import Backoff
@@ -53,6 +53,7 @@ class Stepping:
         self._stuck_exit_s = stuck_exit_s
         self._is_async: Final = engine.can_schedule_async and not len(followers)
         self._works: list[Work] = []  # of the running step; empty between steps
+        self._built: PreparedStep | None = None  # the last prepared step, if the running one is it
         self._num_failed_steps = 0  # since the last successful step
         self._starvation: Starvation | None = None  # of the running step, once its age exceeds WATCHED_FROM_S
         self._absences = Backoff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, calm_s=CALM_S)
@@ -104,6 +105,7 @@ class Stepping:
             self.clock.lap(DRAFT)
 
     def _begin(self, works: list[Work]) -> Step[Work, list[SampledToken]] | None:
+        self._built = None
         with self._failing(works):
             self._followers.announce(works)
             sends = self._scheduler.sends_while(works)
@@ -116,7 +118,7 @@ class Stepping:
             return
         self._worker.carry_out_now()
         try:
-            built = self._engine.prepare(works)
+            self._built = built = self._engine.prepare(works, self._built)
         except Exception:
             logger.exception("the next step was not built, and is planned anew", extra=_naming(works))
             return

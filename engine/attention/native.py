@@ -155,7 +155,7 @@ class NativeAttention:
 
     def _units(self, plan: int, batch: ForwardBatch) -> tuple[torch.Tensor, list[int]]:
         """Return the units of a batch, as bytes, and the numbers of units, partials and scores."""
-        num_requests = len(batch.kv_lengths)
+        num_requests = len(batch.context_lengths)
         counts = (ctypes.c_int64 * 3)()
         capacity = 2 * num_requests * self.pool.layout.num_kv_heads
         while True:

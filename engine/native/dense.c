@@ -26,7 +26,7 @@ typedef struct {
 /* Its units are rows. */
 typedef struct {
     const DenseMatrix *matrix;
-    const int64_t *outputs;
+    const int64_t *const *outputs; /* where a run finds them */
     uint8_t *rows; /* [outputs, num_inputs], contiguous */
 } DenseRows;
 
@@ -176,7 +176,7 @@ EXPORTED int32_t dense_multiply_groups(const DenseMatrix *const *matrices, const
 static int32_t begin_rows(Operation *operation, int32_t num_rows) {
     const DenseRows *data = (const DenseRows *)operation->data;
     for (int32_t row = 0; row < num_rows; ++row)
-        if (data->outputs[row] < 0 || data->outputs[row] >= data->matrix->num_outputs) return 1;
+        if ((*data->outputs)[row] < 0 || (*data->outputs)[row] >= data->matrix->num_outputs) return 1;
     operation->num_units = num_rows;
     return 0;
 }
@@ -186,7 +186,7 @@ static void read_rows(const Operation *operation, Units units, int32_t thread) {
     const DenseRows *data = (const DenseRows *)operation->data;
     const int32_t row_bytes = data->matrix->num_inputs * element_bytes(data->matrix->element);
     for (int32_t row = units.first; row < units.first + units.count; ++row) {
-        const int32_t output = (int32_t)data->outputs[row], vector = output / OUTPUTS;
+        const int32_t output = (int32_t)(*data->outputs)[row], vector = output / OUTPUTS;
         const int64_t stride = dense_stride_of(data->matrix, vector);
         const uint8_t *weights = dense_weights_of(data->matrix, vector) + output % OUTPUTS * WORD_BYTES;
         uint8_t *read = data->rows + (int64_t)row * row_bytes, *const end = read + row_bytes;
@@ -206,7 +206,7 @@ EXPORTED int32_t dense_rows(const DenseMatrix *matrix, Parallel *parallel, int32
     Operation operation = {.kind = &dense_rows_read};
     if (num_rows < 1) return 0;
     if ((int64_t)num_rows * matrix->num_inputs < SHARED_READS) num_threads = 1;
-    *(DenseRows *)operation.data = (DenseRows){matrix, outputs, rows};
+    *(DenseRows *)operation.data = (DenseRows){matrix, &outputs, rows};
     return run_operations(&operation, 1, num_rows, parallel, num_threads);
 }
 
@@ -216,5 +216,15 @@ EXPORTED int32_t dense_add(Program *program, const DenseMatrix *matrix, const ui
     Operation *operation = next_operation(program);
     if (operation == NULL) return -1;
     describe(operation, matrix, inputs, input_stride, outputs);
+    return 0;
+}
+
+/* The same for the weights of the outputs that each run finds at `outputs`. */
+EXPORTED int32_t dense_add_rows(Program *program, const DenseMatrix *matrix, const int64_t *const *outputs,
+                                uint8_t *rows) {
+    Operation *operation = next_operation(program);
+    if (operation == NULL) return -1;
+    operation->kind = &dense_rows_read;
+    *(DenseRows *)operation->data = (DenseRows){matrix, outputs, rows};
     return 0;
 }

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define DENSE_VERSION 3 /* version of this interface; engine/native/linear.py expects the same */
+#define DENSE_VERSION 4 /* version of this interface; engine/native/linear.py expects the same */
 
 #define OUTPUTS 16          /* outputs of a vector of weights, each with a word of inputs */
 #define VECTOR_BYTES 64

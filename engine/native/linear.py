@@ -15,7 +15,7 @@ from engine.native import library as native_library
 from engine.native.huge_memory import weight_memory
 from engine.native.program import NativeProgram, threads
 
-VERSION: Final = 3  # DENSE_VERSION in native/dense.h
+VERSION: Final = 4  # DENSE_VERSION in native/dense.h
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 VARIANTS: Final = {  # variants that are faster than torch where supported
     torch.float32: ("amx", "avx512_bf16", "avx512"),
@@ -62,6 +62,9 @@ class DenseLibrary:
         self.rows = library.dense_rows
         self.rows.restype = int32
         self.rows.argtypes = [pointer, pointer, int32, pointer, int32, pointer]
+        self.add_rows = library.dense_add_rows
+        self.add_rows.restype = int32
+        self.add_rows.argtypes = [pointer, pointer, pointer, pointer]
         library.dense_matrix_bytes.restype = int64
         if library.dense_version() != VERSION or library.dense_matrix_bytes() != ctypes.sizeof(Matrix):
             raise OSError(f"{path.name} is of another version: install the package again")
@@ -138,6 +141,14 @@ class DenseMatrix:
         if self._library.rows(self._address, *threads(), *where):
             raise IndexError(f"the matrix has {self.num_outputs} outputs, and not all of these")
         return found
+
+    def record_rows(self, program: NativeProgram, outputs: ctypes.c_void_p, found: torch.Tensor) -> None:
+        """Append to `program` the work of `rows`, into the contiguous rows of `found`.
+
+        When the program runs, `outputs` must hold the address of the numbers; a run does nothing if one of these
+        outputs does not exist.
+        """
+        program.add(self._library.add_rows, self._address, ctypes.addressof(outputs), found.data_ptr())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [T, num_inputs] by the weights, add the bias, and return [T, num_outputs].

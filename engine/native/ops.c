@@ -12,6 +12,7 @@ typedef struct {
         const OpsKernel *kernel; /* of a batch */
     };
     int64_t num_slots; /* of a store */
+    const int64_t *const *slots; /* where a run of a program finds the slots of its store */
     union {
         Norm norm;
         Sum sum;
@@ -19,6 +20,7 @@ typedef struct {
         Gating gating;
         Search search;
         Capping capping;
+        Gather gather;
         SamplingBatch batch;
     } op;
 } OpData;
@@ -53,11 +55,26 @@ static int32_t begin(Operation *operation, int32_t num_rows) {
 
 /* Gives 1 when a slot is not in the pool. */
 static int32_t begin_store(Operation *operation, int32_t num_rows) {
-    const OpData *data = (const OpData *)operation->data;
-    const HeadStore *store = &data->op.store;
+    OpData *data = (OpData *)operation->data;
+    HeadStore *store = &data->op.store;
+    if (data->slots != NULL) store->slots = *data->slots;
     for (int32_t row = 0; store->keys != NULL && row < num_rows; ++row)
         if (store->slots[row] < 0 || store->slots[row] >= data->num_slots) return 1;
     return begin(operation, num_rows);
+}
+
+/* Gives 1 when the table does not have one of the rows. */
+static int32_t begin_gather(Operation *operation, int32_t num_rows) {
+    const Gather *op = &((const OpData *)operation->data)->op.gather;
+    for (int32_t row = 0; row < num_rows; ++row)
+        if ((*op->numbers)[row] < 0 || (*op->numbers)[row] >= op->table->num_rows) return 1;
+    return begin(operation, num_rows);
+}
+
+static void gather_row(const void *gather, int64_t row) {
+    const Gather *op = gather;
+    memcpy(op->output + row * op->row_bytes, op->table->rows + (*op->numbers)[row] * op->row_bytes,
+           (size_t)op->row_bytes);
 }
 
 static void compute(const Operation *operation, Units units, int32_t thread) {
@@ -74,6 +91,7 @@ static void compute_samplings(const Operation *operation, Units units, int32_t t
 }
 
 static const OperationKind rows_alone = {begin, compute, NULL}, rows_into_slots = {begin_store, compute, NULL};
+static const OperationKind gathered_rows = {begin_gather, compute, NULL};
 static const OperationKind sampled_rows = {begin, compute_samplings, NULL};
 
 static void describe_norm(Operation *operation, const OpsKernel *kernel, const Norm *op) {
@@ -172,11 +190,23 @@ EXPORTED int32_t ops_add_sum(Program *program, const OpsKernel *kernel, int32_t 
     return 0;
 }
 
+/* Each run finds its slots at `slots`. */
 EXPORTED int32_t ops_add_rotate_and_store(Program *program, const OpsKernel *kernel, const HeadStore *store,
-                                 int64_t num_slots) {
+                                 int64_t num_slots, const int64_t *const *slots) {
     Operation *operation = next_operation(program);
     if (operation == NULL) return -1;
     describe_store(operation, kernel, store, num_slots);
+    ((OpData *)operation->data)->slots = slots;
+    return 0;
+}
+
+EXPORTED int32_t ops_add_gather(Program *program, const Table *table, const int64_t *const *numbers, int64_t row_bytes,
+                                uint8_t *output) {
+    Operation *operation = next_operation(program);
+    if (operation == NULL) return -1;
+    operation->kind = &gathered_rows;
+    Gather op = {table, numbers, row_bytes, output};
+    *(OpData *)operation->data = (OpData){.compute = gather_row, .op.gather = op};
     return 0;
 }
 

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define OPS_VERSION 6 /* version of this interface; engine/native/ops_library.py expects the same */
+#define OPS_VERSION 7 /* version of this interface; engine/native/ops_library.py expects the same */
 
 enum Element { FLOAT32, BFLOAT16 };
 
@@ -91,6 +91,19 @@ typedef struct {
     uint8_t *rows;
     int64_t stride;
 } Capping;
+
+typedef struct {
+    const uint8_t *rows;
+    int64_t num_rows;
+} Table;
+
+/* output = the rows of a table with these numbers, each of row_bytes bytes. A run finds both at these places. */
+typedef struct {
+    const Table *table;
+    const int64_t *const *numbers;
+    int64_t row_bytes;
+    uint8_t *output;
+} Gather;
 
 /* How one token is sampled. A token's weight is e^((logit - highest) / temperature), or 0 below FLT_MIN. A token stays
  * if its weight is at least min_p, at least the top_k-th largest, and in the nucleus of the remaining tokens: the

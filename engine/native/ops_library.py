@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from engine.native import library as native_library
 
-VERSION: Final = 6  # OPS_VERSION in native/ops.h
+VERSION: Final = 7  # OPS_VERSION in native/ops.h
 EXPERTS_VERSION: Final = 1  # in native/experts.c
 VARIANTS: Final = ("avx512", "avx2", "plain")  # the fastest first
 
@@ -57,6 +57,12 @@ class HeadStore(ctypes.Structure):
         ("values", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
     ]
+
+
+class Table(ctypes.Structure):
+    """Table in native/ops.h."""
+
+    _fields_ = [("rows", ctypes.c_void_p), ("num_rows", ctypes.c_int64)]
 
 
 class NativeSampling(ctypes.Structure):
@@ -116,14 +122,16 @@ class OpsLibrary:
         self.add_norm, self.add_rotate_and_store = library.ops_add_norm, library.ops_add_rotate_and_store
         self.add_gate, self.add_cap = library.ops_add_gate, library.ops_add_cap
         self.add_sum, self.add_search = library.ops_add_sum, library.ops_add_search
+        self.add_gather = library.ops_add_gather
         self.add_norm.argtypes = [pointer, pointer, pointer]
         self.add_sum.argtypes = [pointer, pointer, int32, int32, pointer, pointer]
-        self.add_rotate_and_store.argtypes = [pointer, pointer, pointer, int64]
+        self.add_rotate_and_store.argtypes = [pointer, pointer, pointer, int64, pointer]
         self.add_gate.argtypes = [pointer, pointer, int32, int32, int32, pointer, int64, pointer]
         self.add_cap.argtypes = [pointer, pointer, int32, int32, pointer, int64, ctypes.c_float]
         self.add_search.argtypes = [pointer, pointer, int32, int32, pointer, int64, pointer, pointer]
+        self.add_gather.argtypes = [pointer, pointer, pointer, int64, pointer]
         adding = (self.add_norm, self.add_sum, self.add_rotate_and_store, self.add_gate, self.add_cap, self.add_search)
-        for function in (self.rotate_and_store, *adding):
+        for function in (self.rotate_and_store, self.add_gather, *adding):
             function.restype = int32
         self.route, self.mix = library.experts_route, library.experts_mix
         self.route.argtypes = [pointer, int32, int32, int32, int32, int32, int32, *(pointer,) * 6]

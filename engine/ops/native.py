@@ -6,7 +6,8 @@ from typing import Final
 
 import torch
 
-from engine.native.ops_library import HeadStore, NativeNorm, NativeSampling, SamplingBatch, ops_library
+from engine.cache.kv_pool import PagedKVPool
+from engine.native.ops_library import HeadStore, NativeNorm, NativeSampling, SamplingBatch, Table, ops_library
 from engine.native.program import NativeProgram, threads_for
 from engine.ops.base import HeadNorms, KVSlots, Likeliest, Norm, Ops, Routing, Shared
 from engine.ops.rope import Rotation
@@ -15,6 +16,7 @@ from serving_core.model_files.differences import GELU_TANH, SILU
 
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS: Final = {SILU: 0, GELU_TANH: 1}
+NO_SLOTS: Final = torch.empty(0, dtype=torch.int64)
 
 
 class NativeOps(Ops):
@@ -232,17 +234,32 @@ class NativeOps(Ops):
         program: NativeProgram,
         heads: torch.Tensor,
         rotation: Rotation,
-        kv: KVSlots,
+        pool: PagedKVPool,
+        layer: int,
+        slots: ctypes.c_void_p,
         norms: HeadNorms | None,
     ) -> None:
-        """Append to `program` the norm and rotation of `heads`, and the store of keys and values.
+        """Append to `program` the norm and rotation of `heads`, and the store of keys and values of one layer.
 
-        The pool is unquantized; `norms` None only rotates. A run of the program does nothing if one of its slots is
-        outside the pool.
+        The pool is unquantized; `norms` None only rotates. When the program runs, `slots` must hold the address of the
+        rows' slots, int64; a run does nothing if one of them is outside the pool.
         """
-        store, pool = _head_store(heads, rotation, kv, norms), kv.pool
+        store = _head_store(heads, rotation, KVSlots(pool, layer, NO_SLOTS), norms)
         num_slots = pool.num_blocks * pool.layout.block_size
-        program.add(self._library.add_rotate_and_store, self._kernel, ctypes.addressof(store), num_slots)
+        where = ctypes.addressof(slots)
+        program.add(self._library.add_rotate_and_store, self._kernel, ctypes.addressof(store), num_slots, where)
+
+    def record_gather(
+        self, program: NativeProgram, table: Table, numbers: ctypes.c_void_p, output: torch.Tensor
+    ) -> None:
+        """Append to `program` the copy of rows of a table into the contiguous rows of `output`, which are as long.
+
+        When the program runs, `table` must describe a contiguous table, and `numbers` hold the address of the rows'
+        numbers, int64; a run does nothing if one of them is outside the table.
+        """
+        row_bytes = output[0].numel() * output.itemsize
+        where = ctypes.addressof(table), ctypes.addressof(numbers)
+        program.add(self._library.add_gather, *where, row_bytes, output.data_ptr())
 
     def record_gate(
         self, program: NativeProgram, gates_and_ups: torch.Tensor, output: torch.Tensor, activation: str = SILU

@@ -342,8 +342,9 @@ class NodeRequest:
         """
         if self.state is not RequestState.RUNNING or self.distributed is not None or not self.num_in_step:
             return False
-        has_more = self.request.num_output_tokens + 1 < self.request.sampling.max_tokens
-        return has_more and work.num_tokens == 1 and not work.draft_tokens
+        request, (_, _, num_tokens, _, draft_tokens, _) = self.request, work
+        has_more = len(request.token_ids) - request.num_prompt_tokens + 1 < request.sampling.max_tokens
+        return has_more and num_tokens == 1 and not draft_tokens
 
     def work(self, num_tokens: int) -> Work:
         """Return the request's part of a step that computes its next `num_tokens` tokens. It must have blocks."""
@@ -490,11 +491,14 @@ class NodeRequests:
             return ()
         if any(not each.is_to_share for each in self._by_state[RequestState.WAITING_FOR_BLOCKS]):
             return ()
-        if any(each.ending is not None or each.is_kept or each.is_sending for each in self._by_age):
-            return ()
-        sequences = [self.of(work.request) for work in works]
-        goes_on = all(each.continues_after(work) for each, work in zip(sequences, works, strict=True))
-        return sequences if goes_on else ()
+        for each in self._by_age:
+            if each.ending is not None or each.is_kept or (each.outgoing is not None and each.outgoing.is_sending):
+                return ()
+        sequences = [self._by_request[work.request] for work in works]
+        for each, work in zip(sequences, works, strict=True):
+            if not each.continues_after(work):
+                return ()
+        return sequences
 
     def check_integrity(self) -> None:
         """Assert that every request is listed under its state, and has the data of its state alone."""

@@ -101,13 +101,12 @@ def answers_ahead(engine, requests):
             request.token_ids.append(token.token_id)
 
     while live:
-        tokens = engine.step(works_of(num_left))
+        tokens, prepared = engine.step(works_of(num_left)), None
         while not any(ends(tokens)):
             computed |= {each.request_id: len(each.token_ids) for each in live}
             works, until_known = works_of(lambda each: 1), partial(take_in, tokens)
-            tokens = engine.step_prepared(
-                works, engine.prepare(works), tokens, lambda: told.append("begun"), until_known
-            )
+            prepared = engine.prepare(works, prepared)
+            tokens = engine.step_prepared(works, prepared, tokens, lambda: told.append("begun"), until_known)
             num_behind += 1
         ended = ends(tokens)
         take_in(tokens)

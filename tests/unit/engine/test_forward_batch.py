@@ -1,6 +1,9 @@
+import dataclasses
+import random
+
 import torch
 
-from engine.forward_batch import build_batch
+from engine.forward_batch import build_batch, next_batch
 from serving_core.requests import Request, SamplingParams, Share, Work
 
 CPU = torch.device("cpu")
@@ -63,3 +66,35 @@ def test_dtypes_are_those_that_cuda_kernels_take():
     int64 = (batch.token_ids, batch.positions, batch.slots, batch.logit_rows)
     assert {tensor.dtype for tensor in int32} == {torch.int32}
     assert {tensor.dtype for tensor in int64} == {torch.int64}
+
+
+def test_the_batch_behind_another_is_the_one_that_is_built_from_its_requests():
+    draw = random.Random(0)
+    for block_size in (1, 2, 4, 16):
+        tables = [draw.sample(range(200), 64 // block_size + 1) for _ in range(draw.randint(1, 5))]
+        starts = [draw.randint(0, 30) for _ in tables]
+        adapters = [draw.choice(["", "a", "b"]) for _ in tables]
+
+        def built(step, tables=tables, starts=starts, adapters=adapters, block_size=block_size):
+            shares = [
+                Share((0,), start + step, table, True, adapter=adapter)
+                for table, start, adapter in zip(tables, starts, adapters, strict=True)
+            ]
+            return build_batch(shares, block_size, CPU)
+
+        batch = built(0)
+        for step in range(1, 25):
+            before, batch = batch, next_batch(batch, tables, block_size, CPU)
+            batch.know(list(range(len(tables))))
+            expected = built(step)
+            expected.know(list(range(len(tables))))
+            for field in dataclasses.fields(batch):
+                ours, theirs = getattr(batch, field.name), getattr(expected, field.name)
+                if isinstance(ours, torch.Tensor):
+                    assert ours.dtype == theirs.dtype
+                    ours, theirs = ours.tolist(), theirs.tolist()
+                elif isinstance(ours, dict):
+                    ours, theirs = ({name: rows.tolist() for name, rows in each.items()} for each in (ours, theirs))
+                assert ours == theirs, (field.name, block_size, step)
+            assert before.positions.tolist() == built(step - 1).positions.tolist(), "it may be in use"
+            assert before.block_tables.tolist() == built(step - 1).block_tables.tolist(), "it may be in use"

@@ -26,7 +26,7 @@ def asked(name, labels=LABELS, prompt=PROMPT):
 
 
 def numbers(token):
-    assert (token.error, token.is_token) == (None, False)
+    assert (token.error, bool(token.embedding)) == (None, True)
     return struct.unpack(f"<{len(token.embedding) // 4}f", token.embedding)
 
 

@@ -15,9 +15,11 @@ from engine.native.library import ENVIRONMENT, OFF
 from engine.native.linear import best_variant
 from engine.native.ops_library import best_variant as best_ops
 from engine.native.program import NativeProgram
-from engine.native_decode import MOST_ROWS, NativeDecode
+from engine.native_decode import MOST_ROWS, NativeDecode, RotationTable
 from engine.ops.base import Norm
 from engine.ops.native import NativeOps
+from engine.ops.rope import RotaryEmbedding
+from serving_core.model_files.rope import DefaultRope
 from serving_core.requests import Share
 from serving_core.settings import EngineSettings
 from tests.effort import effort
@@ -201,6 +203,31 @@ def test_a_slot_outside_the_pool_is_refused_and_nothing_written(folder_of):
     with torch.inference_mode(), pytest.raises(IndexError, match="outside the 350 blocks"):
         run_program(engine.program, batch)
     assert all(map(torch.equal, pool_of(engine), before))
+
+
+def test_a_token_outside_the_vocabulary_is_refused_and_nothing_written(folder_of):
+    for model in ("llama", "tied-mqa", "gemma"):  # a table, a packed head, scaled vectors
+        engine = engine_of(folder_of(model))
+        batch = random_decode(engine, 4, seed=1)
+        batch.token_ids[3] = VOCAB_SIZE
+        before = pool_of(engine)
+        with torch.inference_mode(), pytest.raises(IndexError):
+            run_program(engine.program, batch)
+        assert all(map(torch.equal, pool_of(engine), before))
+
+
+@pytest.mark.parametrize("head_dim", [10, 64, 80])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rotations_of_a_table_are_those_of_each_position_alone(head_dim, dtype):
+    rotary = RotaryEmbedding(DefaultRope(10000.0), head_dim, torch.device("cpu"))
+    table = RotationTable(rotary, head_dim, dtype)
+    small = table.up_to(3)
+    found = table.up_to(3 * len(small[0]) + 1)
+    assert len(found[0]) > 3 * len(small[0]) > 3
+    for position in (*range(70), len(small[0]) - 1, len(found[0]) - 1):
+        for rows, row in zip(found, rotary.tables(torch.tensor([position]), dtype), strict=True):
+            assert torch.equal(rows[position], row[0])
+    assert all(torch.equal(new[: len(old)], old) for new, old in zip(found, small, strict=True))
 
 
 def test_a_full_program_is_refused():

@@ -191,10 +191,10 @@ class Harness:
     def load(self):
         return self.node.heartbeat().load
 
-    async def until(self, condition):
+    async def until(self, condition, look_s=0.001):
         async with asyncio.timeout(DEADLINE_S):
             while not condition():
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(look_s)
 
     async def until_told(self, name, kind):
         await self.until(lambda: kind in self.kinds(name))
@@ -260,7 +260,7 @@ async def running(
     sizes = {"block_size": BLOCK_SIZE, "num_kv_blocks": num_blocks, "enable_prefix_caching": caching}
     engine = {"model": str(write_fake_model(tmp_path / "fake", token_s=token_s))} if engine is None else engine
     network, followers = network or LoopbackNetwork(), followers or Followers(0)
-    settings_of_engine = EngineSettings(**sizes, **engine)
+    settings_of_engine = EngineSettings(**{**sizes, **engine})
     sizes = start_tokens_per_s, num_tier_blocks
     harness = Harness(settings_of_engine, name, network, followers, settings, *sizes, looks_ahead)
     harness.engine.is_open = not gated
