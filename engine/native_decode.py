@@ -32,7 +32,7 @@ from engine.ops.tiled import Rotary
 from engine.quantization.quantized_linear import QuantizedMatrix
 
 MOST_ROWS: Final = 64
-OPERATIONS_PER_LAYER: Final = 15  # at most seven, and four products of at most two each
+OPERATIONS_PER_LAYER: Final = 17  # at most seven, two sums over ranks, and four products of at most two each
 OPERATIONS_BESIDE: Final = 6  # the embedding, a norm, the head of two, a cap and the search for the maxima
 OPERATIONS_PER_ROPE: Final = 2
 MORE_POSITIONS: Final = 1024  # by which a table grows
@@ -43,10 +43,14 @@ Recordable: TypeAlias = DenseMatrix | QuantizedMatrix
 def is_recordable(decoder: LlamaDecoder, attention: NativeAttention) -> bool:
     """Return whether NativeDecode can record this decoder: native kernels in the pool's dtype, the same in every step.
 
-    It must be whole on a single rank, without experts, and every matrix of a kind that a program can hold.
+    It must have all layers, without experts, and every matrix of a kind that a program can hold. Its ranks must share
+    memory, and need nothing of each other but sums.
     """
     pool = attention.pool
-    if not decoder.is_whole or decoder.has_experts or not isinstance(decoder.ops, NativeOps):
+    if decoder.has_experts or not isinstance(decoder.ops, NativeOps):
+        return False
+    norms_projections = any(isinstance(layer.self_attn, NormedAttention) for layer in decoder.own_layers)
+    if not decoder.is_whole and (decoder.shared_sums is None or norms_projections):
         return False
     if pool.layout.is_quantized or pool.compute_dtype not in ELEMENTS:
         return False
@@ -92,7 +96,8 @@ class RotationTable:
 class NativeDecode:
     """Computes steps of at most MOST_ROWS tokens, all with wanted logits: one per request, or more with draft tokens.
 
-    Uses torch's number of threads.
+    Ranks meet in the sums of a program as they do module after module, so that some may go the one way and some the
+    other; several ranks compute one token per request. Uses torch's number of threads.
     """
 
     name = "native"
@@ -110,6 +115,7 @@ class NativeDecode:
             rope: RotationTable(rotary, layout.head_dim, self._buffers.x.dtype)
             for rope, rotary in decoder.rotaries.items()
         }
+        self._sums = decoder.shared_sums
         num_operations = OPERATIONS_PER_LAYER * layout.num_layers + OPERATIONS_PER_ROPE * len(self._rotations)
         self._program = NativeProgram(num_operations + OPERATIONS_BESIDE, MOST_ROWS)
         self._record()
@@ -121,14 +127,16 @@ class NativeDecode:
         """
         if batch.adapted_rows or not batch.logit_rows.shape[0] == batch.starts[-1] <= MOST_ROWS:
             return None
+        if self._sums is not None and batch.longest_query > 1:
+            return None  # on another rank, going module after module, sequence parallelism would divide them
         num_positions = batch.longest_context
         return NativeDecodePlan(
             [self._attention.plan(batch, window) for window in self._plans],
             [table.up_to(num_positions) for table in self._rotations.values()],
         )
 
-    def run(self, batch: ForwardBatch, plan: NativeDecodePlan, on_taken: Callable[[], None]) -> Logits:
-        """Compute the batch, given its plan; return the logits [T, vocab_size] and their maxima.
+    def run(self, batch: ForwardBatch, plan: NativeDecodePlan, on_taken: Callable[[], None]) -> Logits | None:
+        """Compute the batch, given its plan; return on rank 0 the logits [T, vocab_size], of a single rank with maxima.
 
         Both are valid until the next run. Calls `on_taken` when the inputs are known to the program. Raises IndexError,
         and writes nothing, if a token is outside the vocabulary or a slot outside the pool.
@@ -149,7 +157,11 @@ class NativeDecode:
             raise IndexError(
                 f"there is a slot outside the {pool.num_blocks} blocks of the KV pool, or an unknown token"
             )
-        return buffers.results(num_rows)
+        if self._sums is None:
+            return buffers.results(num_rows)
+        self._sums.check()
+        logits = decoder.gather_logits(buffers.logits[:num_rows])
+        return None if logits is None else Logits(logits)
 
     def close(self) -> None:
         """Do nothing: no group waits for this program."""
@@ -168,12 +180,13 @@ class NativeDecode:
         self._record_product(decoder.head, buffers.normed, buffers.logits)
         if decoder.logit_softcap is not None:
             self._ops.record_cap(self._program, buffers.logits, decoder.logit_softcap)
-        self._ops.record_search(self._program, buffers.logits, *buffers.likeliest)
+        if decoder.is_whole:
+            self._ops.record_search(self._program, buffers.logits, *buffers.likeliest)
 
     def _record_embedding(self, embedding: Embedding | None) -> bool:
         """Record the copy of the tokens' vectors into x, if they are rows of x's dtype; return whether they are."""
-        if type(embedding) is not Embedding:
-            return False  # it scales them
+        if type(embedding) is not Embedding or not self._decoder.is_whole:
+            return False  # it scales them, or has only some
         if isinstance(embedding.matrix, DenseMatrix) and embedding.matrix.dtype == self._buffers.x.dtype:
             embedding.matrix.record_rows(self._program, self._token_ids, self._buffers.x)
         elif embedding.matrix is None and embedding.weight.dtype == self._buffers.x.dtype:
@@ -217,7 +230,7 @@ class NativeDecode:
             program, buffers.heads, rotation, pool, block.layer, self._slots, block.head_norms
         )
         self._attention.record(program, self._plans[block.window], buffers.heads, block.layer, buffers.attended)
-        self._record_product(block.o_proj.matrix, buffers.attended, buffers.delta)
+        self._record_delta(block.o_proj.matrix, buffers.attended)
 
     def _record_projection_norms(self, block: NormedAttention) -> None:
         projected, first = self._buffers.heads.flatten(1), 0
@@ -231,7 +244,7 @@ class NativeDecode:
         assert isinstance(mlp, FeedForward)
         self._record_product(mlp.gate_up_proj.matrix, x, buffers.gates_and_ups)
         self._ops.record_gate(self._program, buffers.gates_and_ups, buffers.gated, mlp.activation)
-        self._record_product(mlp.down_proj.matrix, buffers.gated, buffers.delta)
+        self._record_delta(mlp.down_proj.matrix, buffers.gated)
 
     def _record_reading(self, norm: RMSNorm | None) -> torch.Tensor:
         """Record the norm, if given; return x or the norm's output."""
@@ -246,6 +259,12 @@ class NativeDecode:
 
     def _record_add_norm(self, norm: RMSNorm) -> None:
         self._ops.record_add_norm(self._program, self._buffers.x, self._buffers.delta, norm.spec)
+
+    def _record_delta(self, matrix: Packed | None, x: torch.Tensor) -> None:
+        """Record a product whose inputs are divided over the ranks, and its sum over them."""
+        self._record_product(matrix, x, self._buffers.delta)
+        if self._sums is not None:
+            self._sums.record(self._program, self._buffers.delta)
 
     def _record_product(self, matrix: Packed | None, x: torch.Tensor, outputs: torch.Tensor) -> None:
         assert isinstance(matrix, Recordable)

@@ -52,6 +52,10 @@ class RankGroup(Protocol):
     def adds_alike(self) -> bool:
         """Return whether the bits of a summed element do not depend on the other elements of the same call."""
 
+    @property
+    def shared(self) -> SharedSums | None:
+        """Return the memory through which the ranks sum; None for a single rank, or without shared memory."""
+
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace the tensor, in place and on every rank, by its elementwise sum over the ranks."""
 
@@ -104,6 +108,7 @@ class _Alone:
     rank = LEADER
     size = 1
     adds_alike = True
+    shared = None
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         pass
@@ -140,13 +145,12 @@ class _Joined:
         self._shared = share(self, timeout.total_seconds()) if device.type == "cpu" else None
 
     @property
-    def is_shared(self) -> bool:
-        """Return whether sums go through shared memory of this machine."""
-        return self._shared is not None
+    def shared(self) -> SharedSums | None:
+        return self._shared
 
     @property
     def adds_alike(self) -> bool:
-        return self.is_shared or self.size <= MOST_INVARIANT_RANKS
+        return self._shared is not None or self.size <= MOST_INVARIANT_RANKS
 
     @needs_peers
     def all_reduce(self, tensor: torch.Tensor) -> None:

@@ -31,6 +31,7 @@ from engine.model.layers import (
     embedding,
 )
 from engine.model.lora import Adapters
+from engine.native.shared_sums import SharedSums
 from engine.ops.backends import choose_ops
 from engine.ops.base import HeadNorms, KVSlots, Ops
 from engine.ops.rope import RotaryEmbedding, Rotation, head_order
@@ -330,6 +331,11 @@ class LlamaDecoder(nn.Module):
         return self._group.size == 1 and self._pipeline is None
 
     @property
+    def shared_sums(self) -> SharedSums | None:
+        """Return the memory through which the ranks of all layers sum; None with several stages, or without it."""
+        return self._group.shared if self._pipeline is None else None
+
+    @property
     def has_experts(self) -> bool:
         """Return whether the work of a step depends on the experts that its tokens choose."""
         return bool(self._mixtures)
@@ -416,7 +422,11 @@ class LlamaDecoder(nn.Module):
         x = self.norm(residual.picked(x, wanted), self.ops, delta)
         if self.embeds:
             return x if self._group.rank == LEADER else None
-        return self._group.gather_columns(self._head_logits(x), self._vocabulary_widths)
+        return self.gather_logits(self._head_logits(x))
+
+    def gather_logits(self, local: torch.Tensor) -> torch.Tensor | None:
+        """Return the logits [S, vocab_size] on rank 0, given those of each rank's own token ids; None on the others."""
+        return self._group.gather_columns(local, self._vocabulary_widths)
 
     def _begin(
         self, batch: ForwardBatch, residual: Residual, dtype: torch.dtype

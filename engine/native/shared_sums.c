@@ -73,13 +73,13 @@ static int32_t wait_for(const SharedSums *sums, int32_t rank) {
 
 /* Begins a round by publishing num_bytes bytes, and waits until all ranks have published theirs. */
 static int32_t meet(SharedSums *sums, const uint8_t *given, int64_t num_bytes) {
-    int32_t failed = 0;
+    if (sums->failed) return sums->failed;
     ++sums->round;
     memcpy(slot_of(sums, sums->rank), given, (size_t)num_bytes);
     atomic_store_explicit(&said_by(sums, sums->rank)->round, sums->round, memory_order_release);
-    for (int32_t rank = 0; rank < sums->size && !failed; ++rank)
-        if (rank != sums->rank) failed = wait_for(sums, rank);
-    return failed;
+    for (int32_t rank = 0; rank < sums->size && !sums->failed; ++rank)
+        if (rank != sums->rank) sums->failed = wait_for(sums, rank);
+    return sums->failed;
 }
 
 static float widened(uint16_t bits) {
@@ -142,6 +142,41 @@ int32_t shared_sums_gather(SharedSums *sums, const void *given, const int64_t *b
             if (to > begin) memcpy(place + begin, slot_of(sums, rank), (size_t)(to - begin));
         }
     }
+    return 0;
+}
+
+/* One unit: the ranks meet once. */
+typedef struct {
+    SharedSums *sums;
+    void *rows;
+    int64_t num_columns;
+    int64_t num_elements;
+    int32_t element;
+} SumData;
+
+_Static_assert(sizeof(SumData) <= DATA_BYTES, "an operation has no room for it");
+
+static int32_t begin_sum(Operation *operation, int32_t num_rows) {
+    SumData *data = (SumData *)operation->data;
+    data->num_elements = num_rows * data->num_columns;
+    operation->num_units = 1;
+    return 0;
+}
+
+static void compute_sum(const Operation *operation, Units units, int32_t thread) {
+    (void)units;
+    (void)thread;
+    const SumData *data = (const SumData *)operation->data;
+    shared_sums_add(data->sums, data->rows, data->num_elements, data->element, 0, data->num_elements, data->rows);
+}
+
+static const OperationKind sum_over_ranks = {begin_sum, compute_sum, NULL};
+
+int32_t shared_sums_record(Program *program, SharedSums *sums, void *rows, int64_t num_columns, int32_t element) {
+    Operation *operation = next_operation(program);
+    if (operation == NULL) return -1;
+    operation->kind = &sum_over_ranks;
+    *(SumData *)operation->data = (SumData){.sums = sums, .rows = rows, .num_columns = num_columns, .element = element};
     return 0;
 }
 #endif

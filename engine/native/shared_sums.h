@@ -9,7 +9,7 @@
 
 #include "work.h"
 
-#define SHARED_SUMS_VERSION 1
+#define SHARED_SUMS_VERSION 2
 #define MOST_RANKS 64
 
 /* One rank's view of the memory, which begins with a cache line for each rank. */
@@ -21,6 +21,7 @@ typedef struct {
     uint64_t round;
     int32_t rank;
     int32_t size;
+    int32_t failed; /* the error of the first call that failed; later calls return it at once */
 } SharedSums;
 
 EXPORTED int32_t shared_sums_version(void);
@@ -36,5 +37,10 @@ EXPORTED int32_t shared_sums_add(SharedSums *sums, const void *given, int64_t co
 /* Gathers bytes[rank] bytes of each rank, concatenated. `gathered` may be NULL. Returns the values of
  * shared_sums_add. */
 EXPORTED int32_t shared_sums_gather(SharedSums *sums, const void *given, const int64_t *bytes, void *gathered);
+
+/* Appends the sum of rows of num_columns elements over the ranks, in place, to a program; a run after which `failed` is
+ * set has computed nothing. Returns 0, or -1 if the program is full. */
+EXPORTED int32_t shared_sums_record(Program *program, SharedSums *sums, void *rows, int64_t num_columns,
+                                    int32_t element);
 
 #endif

@@ -17,9 +17,10 @@ from typing import Final, Protocol
 import torch
 
 from engine.native.library import load, wanted_variants
+from engine.native.program import NativeProgram
 from serving_core.errors import RankLost
 
-VERSION: Final = 1  # SHARED_SUMS_VERSION in native/shared_sums.h
+VERSION: Final = 2  # SHARED_SUMS_VERSION in native/shared_sums.h
 SLOT_BYTES: Final = 2**18
 LEADER: Final = 0
 GONE: Final = -2  # in native/shared_sums.c
@@ -49,6 +50,7 @@ class _View(ctypes.Structure):
         ("round", ctypes.c_uint64),
         ("rank", ctypes.c_int32),
         ("size", ctypes.c_int32),
+        ("failed", ctypes.c_int32),
     ]
 
 
@@ -63,6 +65,9 @@ class _Functions:
         self.add = library.shared_sums_add
         self.add.restype = ctypes.c_int32
         self.add.argtypes = [pointer, pointer, int64, ctypes.c_int32, int64, int64, pointer]
+        self.record = library.shared_sums_record
+        self.record.restype = ctypes.c_int32
+        self.record.argtypes = [pointer, pointer, pointer, int64, ctypes.c_int32]
         self.gather = library.shared_sums_gather
         self.gather.restype, self.gather.argtypes = ctypes.c_int32, [pointer] * 4
         if library.shared_sums_version() != VERSION:
@@ -84,7 +89,7 @@ class SharedSums:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         patience_ns = int(min(patience_s, MOST_PATIENCE_S) * 1e9)
         of_peers = (ctypes.c_int32 * MOST_RANKS)(*peers)
-        self._view = _View(address, of_peers, SLOT_BYTES, patience_ns, 0, rank, len(peers))
+        self._view = _View(address, of_peers, SLOT_BYTES, patience_ns, 0, rank, len(peers), 0)
         self._address = ctypes.addressof(self._view)
 
     def takes(self, tensor: torch.Tensor) -> bool:
@@ -110,6 +115,17 @@ class SharedSums:
         sizes = (ctypes.c_int64 * len(num_bytes))(*num_bytes)
         place = None if gathered is None else gathered.data_ptr()
         self._check(self._functions.gather(self._address, local.data_ptr(), ctypes.addressof(sizes), place))
+
+    def record(self, program: NativeProgram, rows: torch.Tensor) -> None:
+        """Append to `program` the work of `all_reduce` for the rows of `rows`, contiguous.
+
+        Call `check` after each run.
+        """
+        program.add(self._functions.record, self._address, rows.data_ptr(), rows.shape[1], ELEMENTS[rows.dtype])
+
+    def check(self) -> None:
+        """Raise RankLost if a rank was lost in the run of a program, whose results are then of no use."""
+        self._check(self._view.failed)
 
     def close(self) -> None:
         """Close the handles of the peers' processes; no method may be called afterwards."""

@@ -14,9 +14,11 @@ import psutil
 import torch
 
 from engine.build import build_engine
+from engine.forward_batch import build_batch
+from engine.native.program import NativeProgram
 from engine.parallel import MOST_EXCHANGED_BYTES, join
 from serving_core.errors import RankLost, SettingsError
-from serving_core.requests import Request, Work
+from serving_core.requests import Request, Share, Work
 from serving_core.settings import EngineSettings
 from serving_core.sharding import share_of
 from tests.toy_scheduler import greedy
@@ -172,9 +174,45 @@ def shared_sums(_):
                 is_wanted = columns is None if group.rank else torch.equal(columns, wanted)
                 if not (torch.equal(summed, expected) and torch.equal(whole, expected) and is_wanted):
                     differing.append([str(dtype), num_rows])
-    is_shared, adds_alike = group.is_shared, group.adds_alike
+    is_shared, adds_alike = group.shared is not None, group.adds_alike
     group.close()
     return [is_shared, adds_alike, differing]
+
+
+def programs(folders):
+    """Of each model, the ranks' program, and whether its steps have the bits of the modules: by the program on all
+    ranks, and on rank 0 alone."""
+    group = joined(TIMEOUT_S)
+    told = []
+    for folder in folders.split(","):
+        settings = {"model": folder, "device": "cpu", "dtype": "bfloat16", "num_kv_blocks": 64}
+        engine = build_engine(EngineSettings(**settings, tensor_parallel_size=group.size), group)
+        told.append([type(engine.program).__name__, *(_has_bits_of_modules(engine, number) for number in (1, 3))])
+    group.close()
+    return told
+
+
+@torch.inference_mode()
+def _has_bits_of_modules(engine, num_requests):
+    program, is_leader = engine.program, engine.group.rank == 0
+    if program is None:
+        return None
+    for layer in range(engine.layout.num_layers):
+        for caches in (engine.pool.keys(layer), engine.pool.values(layer)):
+            caches.copy_(torch.randn(caches.shape, generator=torch.Generator().manual_seed(layer)))
+    batch = _decode_batch(num_requests)
+    plan = program.plan(batch)
+    expected = engine.model(batch, engine.attention)
+    by_all = program.run(batch, plan, lambda: None)
+    by_leader = program.run(batch, plan, lambda: None) if is_leader else engine.model(batch, engine.attention)
+    if not is_leader:
+        return expected is by_all is by_leader is None
+    return torch.equal(expected, by_all.rows) and torch.equal(expected, by_leader.rows)
+
+
+def _decode_batch(num_requests):
+    shares = [Share((100 + at,), 40 + at, range(9 * at, 9 * at + 9), True) for at in range(num_requests)]
+    return build_batch(shares, 16, CPU)
 
 
 def peer_that_is_gone(_):
@@ -194,11 +232,19 @@ def peer_that_hangs(_):
 
 
 def _errors_of_sums(group):
-    """Of one that goes through shared memory, and of one that does not."""
-    errors = []
-    for dtype in (torch.float32, torch.int64):
+    """Of one in a program, of one that goes through shared memory, and of one that does not."""
+    errors, rows = [], torch.ones(4, 4)
+
+    def run():
+        program = NativeProgram(1, 4)
+        group.shared.record(program, rows)
+        program.run(4)
+        group.shared.check()
+
+    calls = [lambda: group.all_reduce(rows), lambda: group.all_reduce(rows.long())]
+    for summed in calls if group.shared is None else [run, *calls]:
         try:
-            group.all_reduce(torch.ones(4, dtype=dtype))
+            summed()
         except RankLost as error:
             errors.append(type(error).__name__)
     group.close()
