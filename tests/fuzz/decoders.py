@@ -70,6 +70,7 @@ from serving_core.model_files.config import ModelConfig, read_embedder, read_mod
 from serving_core.model_files.stored_tensors import stored_tensors
 from serving_core.model_files.weight_files import INDEX_FILE, SINGLE_FILE
 from serving_core.net.api_keys import read_api_keys
+from serving_core.net.numbering import MessageLost
 from serving_core.process.telemetry import parse_line
 from serving_core.requests import SamplingParams
 from serving_node.ranks.leading import Meeting, share_from_wire
@@ -318,7 +319,7 @@ def hello(data: bytes) -> None:
     dispatcher.attach(told)
 
 
-@refuses(RequestError, DecodeError)
+@refuses(RequestError, DecodeError, MessageLost)
 def node_event(data: bytes) -> None:
     event = fleet_pb2.NodeEvent.FromString(data)
     if event.WhichOneof("event") in (None, "hello"):

@@ -29,6 +29,7 @@ FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
+MARGIN = 8  # pixels around the picture of an element
 KEYS = {"Enter": 13, "Tab": 9, "ArrowDown": 40, "ArrowUp": 38}
 
 
@@ -79,9 +80,15 @@ class Page:
         self._call("Input.dispatchKeyEvent", type="keyDown", **code, **text)
         self._call("Input.dispatchKeyEvent", type="keyUp", **code)
 
-    def picture(self) -> bytes:
-        """A PNG of what is to be seen."""
-        return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
+    def picture(self, selector: str = "") -> bytes:
+        """A PNG of what is to be seen, or of one element."""
+        params: dict[str, Any] = {"format": "png"}
+        if selector:
+            box = self.ask(f"document.querySelector('{selector}').getBoundingClientRect().toJSON()")
+            clip = {"x": box["x"] - MARGIN, "y": box["y"] - MARGIN, "scale": 1}
+            clip |= {"width": box["width"] + 2 * MARGIN, "height": box["height"] + 2 * MARGIN}
+            params |= {"clip": clip, "captureBeyondViewport": True}
+        return base64.b64decode(self._call("Page.captureScreenshot", **params)["data"])
 
     def _call(self, method: str, **params: Any) -> Any:
         self._number += 1

@@ -1,7 +1,7 @@
-"""Takes the pictures of docs/guides/observe.md: the demo model on this machine under some load, while a node is
-drained and takes answers again.
+"""Takes the pictures of the fleet page and of a request's timeline, in light and dark: the demo model on this machine
+under some load, while a node is drained and takes requests again.
 
-    .venv/bin/python -m tests.system.ui_pictures
+    .venv/bin/python -m tests.system.pictures
 """
 
 import asyncio
@@ -25,6 +25,7 @@ BEFORE_S, AFTER_S = 50.0, 15.0  # of load, before a node is drained and after
 NUM_ASKING = 5
 SUBJECTS = ("rivers", "bridges", "clouds", "maps", "lighthouses", "clocks", "gardens", "trains", "glass", "salt")
 QUESTION = "Why do lighthouses flash in different patterns? Answer in three sentences."
+CHOSEN = "#requests tr[data-sequence^=ui-] button"  # the request of the page's chat
 SLO_CLASSES = ("chat=ttft:1500,tpot:150", "batch=tpot:400,priority:10")
 
 
@@ -82,9 +83,14 @@ def main() -> None:
             page.write(QUESTION)
             page.press("Enter")
             page.until("document.querySelector('.spent[data-end]:not([data-end=\"\"])') !== null", DEADLINE_S)
-            for is_dark, name in ((False, "ui-light.png"), (True, "ui-dark.png")):
+            for is_dark, scheme in ((False, "light"), (True, "dark")):
                 page.darken(is_dark)
-                save(page.picture(), name)
+                save(page.picture(), f"ui-{scheme}.png")
+            page.ask(f"document.querySelector('{CHOSEN}').click()")
+            page.until("document.getElementById('request').firstChild")
+            for is_dark, scheme in ((False, "light"), (True, "dark")):
+                page.darken(is_dark)
+                save(page.picture("#request"), f"timeline-{scheme}.png")
             assert not page.problems, page.problems
         finally:
             seen.set()
