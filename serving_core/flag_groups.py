@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Final
 
-NUM_COMMON: Final = 11
+NUM_COMMON: Final = 12
 COMMON: Final = (
     *("prefill", "decode", "mixed", "coordinator", "kv_bind", "engine", "tensor_parallel_size"),
     *("dtype", "quantization", "kv_cache_memory_bytes", "max_num_seqs", "max_model_len", "slo_class"),

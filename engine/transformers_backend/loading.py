@@ -286,13 +286,17 @@ def _own_attention(model_class: Any) -> str:
     return "sdpa" if model_class._supports_sdpa else EAGER
 
 
+# transformers exchanges functions of its classes while it builds a model: two threads would leave them exchanged.
+_BUILDING: Final = Lock()
+
+
 def _build(theirs: PreTrainedConfig, config: ModelConfig, dtype: torch.dtype) -> Any:
     """Build the whole model on the meta device."""
     model_class = _class_of(theirs, config.architecture)
     theirs.dtype = dtype
     theirs._attn_implementation = NAME if model_class._supports_attention_backend else _own_attention(model_class)
     try:
-        with ContextManagers(model_class.get_init_context(dtype, False, False, None)):
+        with _BUILDING, ContextManagers(model_class.get_init_context(dtype, False, False, None)):
             return model_class(theirs)
     except UNREADABLE as error:
         raise ModelError(

@@ -34,6 +34,7 @@ from serving_core.net.channels import API_SERVER_OPTIONS
 from serving_core.net.numbering import MessageLost, Numbering
 from serving_core.reasons import DRAINING, NO_PREFILL_WORKER, QUEUE_FULL
 from serving_core.requests import Pooling, SamplingParams
+from serving_core.version import VERSION
 from tests import fleet_events as events
 from tests.scripted_nodes import cluster
 
@@ -515,8 +516,11 @@ async def test_an_api_server_ends_whose_coordinator_reads_nothing(tmp_path, monk
         await running
 
 
+OLDER = api_servers_pb2.ApiServerHello(name="older", version=VERSION, protocol_version="1")
+
+
 async def test_an_api_server_of_another_version_is_refused(tmp_path):
-    event = api_servers_pb2.ApiServerEvent(hello=api_servers_pb2.ApiServerHello(name="older", protocol_version="1"))
+    event = api_servers_pb2.ApiServerEvent(hello=OLDER)
     Numbering().stamp(event)
     async with (
         asyncio.timeout(DEADLINE_S),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from engine.build import build_engine
 from engine.transformers_backend import loading
@@ -14,6 +15,14 @@ from tests.model_census import write_type
 from tests.toy_scheduler import greedy, run_all, token_ids
 from tests.transformers_models import NUM_TOKENS, PROMPTS, SEQUENCES, generated, write_transformers_model
 from tests.unit.engine.ranks_in_threads import RanksInThreads
+
+
+@pytest.fixture(autouse=True)
+def left_as_it_was():
+    """Ranks that are threads leave transformers' classes as they found them."""
+    before = PreTrainedModel.tie_weights
+    yield
+    assert PreTrainedModel.tie_weights is before
 
 
 @pytest.fixture(params=SEQUENCES)
