@@ -266,7 +266,10 @@ NODES = st.fixed_dictionaries(
     {
         "num_tokens": st.integers(0, 300),
         "num_blocks": st.integers(4, 12),
-        "hints": st.sets(st.sampled_from([*HINTS, 1, 2])).map(lambda hints: sorted(hints)[:4]),
+        # A node evicts no block before those behind it: it holds a beginning of a prompt, and blocks of others.
+        "hints": st.tuples(st.integers(0, len(HINTS)), st.sets(st.sampled_from([1, 2]))).map(
+            lambda held: [*HINTS[: held[0]], *sorted(held[1])][:4]
+        ),
         "state": st.sampled_from(["ready", "draining"]),
         "avoided": st.booleans(),
     }
