@@ -87,7 +87,7 @@ def main() -> None:
                 page.darken(is_dark)
                 save(page.picture(), f"ui-{scheme}.png")
             page.ask(f"document.querySelector('{CHOSEN}').click()")
-            page.until("document.getElementById('request').firstChild")
+            page.until("document.getElementById('request').firstChild !== null")
             for is_dark, scheme in ((False, "light"), (True, "dark")):
                 page.darken(is_dark)
                 save(page.picture("#request"), f"timeline-{scheme}.png")

@@ -109,7 +109,7 @@ function show() {
   showPhases(overview.phases);
   $("nodes").replaceChildren(...overview.nodes.map(nodeRow));
   if (!all) $("nodes").append(element("tr", {}, element("td", {colspan: 11, class: "bad"}, "no node is attached")));
-  $("window").textContent = `answers that have ended within ${overview.window_s} s`;
+  $("window").textContent = `requests that have ended within ${overview.window_s} s`;
   $("times").replaceChildren(...overview.times.map(timesRow));
   if (!overview.times.length) $("times").append(element("tr", {}, element("td", {colspan: 10, class: "dim"}, "none yet")));
   showLives();
