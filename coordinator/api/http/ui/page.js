@@ -314,7 +314,7 @@ function requestRow(request) {
   const button = element("button", {type: "button", tabindex: -1});
   button.textContent = elided(request.sequence_id, 22);
   button.title = request.sequence_id;
-  const row = element("tr", {"data-sequence": request.sequence_id, "data-request": keyOf(request)}, element("td", {}, button));
+  const row = element("tr", {"data-sequence": request.sequence_id, "data-key": keyOf(request)}, element("td", {}, button));
   for (const kind of ["", "number", "number", "number", "number", "number", ""]) row.append(cell("", kind));
   return row;
 }
