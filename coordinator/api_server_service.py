@@ -223,12 +223,11 @@ class ApiServerService:
         stream = NumberedStream(context, api_servers_pb2.ApiServerEvent)
         async with failures_as_statuses(context):
             hello = await read_hello(stream)
-            check_version(f"API server {hello.name[:MAX_NAME_CHARS]}", hello.version)
+            name = f"API server {hello.name[:MAX_NAME_CHARS]}"
+            check_version(name, hello.version)
             if hello.protocol_version != PROTOCOL_VERSION:
                 differ = f"{hello.protocol_version or 'none'} and not {PROTOCOL_VERSION}"
-                raise RequestError(
-                    PAIRING_MISMATCH, f"API server {hello.name[:MAX_NAME_CHARS]} has protocol_version {differ}"
-                )
+                raise RequestError(PAIRING_MISMATCH, f"{name} has protocol_version {differ}")
             link = ApiServerLink(hello.name, resumes=hello.resumes)
             if (before := self._links.get(link.name)) is not None:
                 before.end()

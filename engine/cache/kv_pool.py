@@ -24,8 +24,6 @@ from serving_core.process.memory import available_bytes
 from serving_core.settings import EngineSettings
 from serving_core.units import size_of
 
-MOST_SHARED: Final = 0.9  # of a device's memory, of all processes on it; their contexts take the rest
-
 
 def device_room(settings: EngineSettings, device: torch.device, num_kept_bytes: int) -> int:
     """Return the bytes of CUDA memory that --gpu-memory-utilization leaves for the KV pool.
@@ -48,7 +46,7 @@ def device_room(settings: EngineSettings, device: torch.device, num_kept_bytes: 
         raise SettingsError(
             f"--gpu-memory-utilization {settings.gpu_memory_utilization:g} of {size_of(total)} asks for "
             f"{size_of(share - taken)} of KV, and {size_of(free)} are free: processes that share a device each take a "
-            f"share of it, two of them at most {MOST_SHARED / 2:g} each"
+            f"share of it, two of them at most {EngineSettings().gpu_memory_utilization / 2:g} each"
         )
     return share - taken
 

@@ -420,7 +420,7 @@ session_options = options_of(
     option("--num-turns", default=NUM_TURNS, type=DRAWN, help="Let a session have so many turns."),
     option(
         "--turn-input-len",
-        default="128",
+        default=TURN_INPUT_LEN,
         type=DRAWN,
         help="Add so many tokens to a session in each turn but the first.",
     ),

@@ -49,6 +49,11 @@ class Turn:
     gap_s: float = 0.0
     text: str = ""
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens that the turn adds, its output included."""
+        return len(self.prompt) + self.output_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -145,21 +150,12 @@ def fit_sessions(
     fitted, num_clipped = [], 0
     around = CHAT_TOKENS if is_chat else 0
     for session in sessions:
-        first = session.turns[0]
-        ((shape,), is_clipped) = _clipped(first, max_model_len - around)
-        turns, length = (
-            [replace(first, prompt=shape.prompt, output_tokens=shape.output_tokens, text=shape.text)],
-            around,
-        )
-        length += len(shape.prompt) + shape.output_tokens
-
-        def fits(turn: Turn, length: int = length) -> bool:
-            return length + len(turn.prompt) + turn.output_tokens + around <= max_model_len
-
-        agents = tuple(each for each in session.agents if fits(each))
+        first, is_clipped = _clipped(session.turns[0], max_model_len - around)
+        turns, room = [first], max_model_len - around - first.num_tokens
+        agents = tuple(each for each in session.agents if each.num_tokens + around <= room)
         for turn in session.turns[1:]:
-            length += len(turn.prompt) + turn.output_tokens + around
-            if length > max_model_len:
+            room -= turn.num_tokens + around
+            if room < 0:
                 break
             turns.append(turn)
         num_clipped += is_clipped + len(session.turns) - len(turns) + len(session.agents) - len(agents)
@@ -167,9 +163,12 @@ def fit_sessions(
     return fitted, num_clipped
 
 
-def _clipped(turn: Turn, max_model_len: int) -> tuple[tuple[Shape, ...], int]:
+def _clipped(turn: Turn, max_model_len: int) -> tuple[Turn, int]:
+    """Return a turn that fits, and 1 if it was clipped for that, else 0."""
     found = fit([Shape(turn.prompt, turn.output_tokens, turn.text)], max_model_len)
-    return found.shapes, found.num_clipped
+    (shape,) = found.shapes
+    clipped = replace(turn, prompt=shape.prompt, output_tokens=shape.output_tokens, text=shape.text)
+    return clipped, found.num_clipped
 
 
 # ---- files ----

@@ -140,7 +140,7 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     ),
     (
         r"splitserve (api-server|coordinator .*--standby)",
-        By(_SYSTEM + "test_standby.py::test_no_stream_notices_that_its_coordinator_was_killed"),
+        By(_SYSTEM + "test_standby.py::test_no_stream_notices_that_its_coordinator_is_gone"),
     ),
     (r"splitserve coordinator FILE", By(_LAUNCHER + "test_a_role_becomes_the_process_of_its_room")),
     (

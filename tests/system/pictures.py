@@ -16,7 +16,7 @@ import httpx2
 from PIL import Image
 
 from splitserve import AsyncClient
-from tests.system.browser import browser
+from tests.system.browser import Page, browser
 from tests.system.cluster import Child, free_port, wait_until
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
@@ -67,6 +67,13 @@ def save(picture: bytes, name: str) -> None:
     few.save(IMAGES / name, optimize=True)
 
 
+def save_both(page: Page, name: str, selector: str = "") -> None:
+    """In light and dark."""
+    for is_dark, scheme in ((False, "light"), (True, "dark")):
+        page.darken(is_dark)
+        save(page.picture(selector), f"{name}-{scheme}.png")
+
+
 def main() -> None:
     grpc_port, http_port = free_port(), free_port()
     url, seen = f"http://127.0.0.1:{http_port}", threading.Event()
@@ -83,14 +90,10 @@ def main() -> None:
             page.write(QUESTION)
             page.press("Enter")
             page.until("document.querySelector('.spent[data-end]:not([data-end=\"\"])') !== null", DEADLINE_S)
-            for is_dark, scheme in ((False, "light"), (True, "dark")):
-                page.darken(is_dark)
-                save(page.picture(), f"ui-{scheme}.png")
+            save_both(page, "ui")
             page.ask(f"document.querySelector('{CHOSEN}').click()")
             page.until("document.getElementById('request').firstChild !== null")
-            for is_dark, scheme in ((False, "light"), (True, "dark")):
-                page.darken(is_dark)
-                save(page.picture("#request"), f"timeline-{scheme}.png")
+            save_both(page, "timeline", "#request")
             assert not page.problems, page.problems
         finally:
             seen.set()

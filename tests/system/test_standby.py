@@ -76,22 +76,14 @@ async def stream_all(cluster, ports, strike=None):
     return [stream.got if number % 3 < 2 else "".join(stream.got) for number, stream in enumerate(streams)]
 
 
-def test_no_stream_notices_that_its_coordinator_was_killed(cluster):
-    """24 streams: of clients that resume, and of an API server that does, over gRPC and over HTTP."""
+@pytest.mark.parametrize("strike", ["take_over", "pass_on"], ids=["killed", "stopped"])
+def test_no_stream_notices_that_its_coordinator_is_gone(cluster, strike):
+    """24 streams: of clients that resume, and of an API server that does, over gRPC and over HTTP. When the coordinator
+    is stopped, its own clients' streams end with it; those of the API server go on at the standby."""
     ports = cluster.start_api_server()
     undisturbed = asyncio.run(stream_all(cluster, ports))
     cluster.start_standby()
-    assert asyncio.run(stream_all(cluster, ports, cluster.take_over)) == undisturbed
-    cluster.wait_complete()
-    cluster.wait_all_free()
-
-
-def test_no_stream_notices_that_its_coordinator_was_stopped(cluster):
-    """Its own clients' streams end with it; those of the API server go on at the standby."""
-    ports = cluster.start_api_server()
-    undisturbed = asyncio.run(stream_all(cluster, ports))
-    cluster.start_standby()
-    assert asyncio.run(stream_all(cluster, ports, cluster.pass_on)) == undisturbed
+    assert asyncio.run(stream_all(cluster, ports, getattr(cluster, strike))) == undisturbed
     cluster.wait_complete()
     cluster.wait_all_free()
 
