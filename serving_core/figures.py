@@ -2,14 +2,12 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final, cast
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
-
-from serving_core.renamed import METRICS
 
 # From a step of a GPU to a long output of a CPU; dense where SLOs on TTFT and TPOT lie.
 SECONDS: Final = (
@@ -71,11 +69,9 @@ def histogram(name: str, help: str, values: Values, *vllm: str) -> Figure:
 
 
 def families(figures: Iterable[Figure]) -> Iterator[Metric]:
-    """Yield the metrics under their names with PREFIX, and also under the old names of renamed ones."""
+    """Yield the metrics under their names with PREFIX."""
     for figure in figures:
         yield family(figure, PREFIX + figure.name)
-        if figure.name in METRICS:
-            yield family(replace(figure, help=f"Old name of {PREFIX}{figure.name}."), PREFIX + METRICS[figure.name])
 
 
 def family(figure: Figure, name: str, relabel: Callable[[Labels], Labels] = lambda labels: labels) -> Metric:

@@ -19,9 +19,9 @@ import yaml
 
 from serving_core.flag_groups import GROUPS, common_of, group_of
 from serving_core.process.failpoints import ENVIRONMENT as FAILPOINTS
-from serving_core.renamed import ENV_PREFIX, FLAGS, rename_arguments, rename_variables, warn
 from serving_core.units import parse_size, size_of
 
+ENV_PREFIX = "SPLITSERVE_"
 NATIVE = "SPLITSERVE_NATIVE"  # names the kernel variant, or off
 NO_FLAGS = frozenset({NATIVE, FAILPOINTS})
 BYTES = "_bytes"  # suffix of flags that are sizes
@@ -85,14 +85,7 @@ def settings_command(settings_class: type[Any], run: Callable[[Any], None], *, n
 
 
 class _Command(click.Command):
-    """A command whose options are in groups, of which `--help` shows the common ones and `--help-all` all.
-
-    It also accepts the previous release's flags and environment variables, with a warning.
-    """
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        rename_variables(os.environ, warn)
-        return super().parse_args(ctx, rename_arguments(args, warn))
+    """A command whose options are in groups, of which `--help` shows the common ones and `--help-all` all."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*super().get_params(ctx), _help_all_option()]
@@ -360,7 +353,7 @@ def read_yaml(path: Path, command: click.Command) -> dict[str, str | list[str]]:
         raise click.BadParameter(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise click.BadParameter(f"{path} must hold a mapping of flag names to values")
-    values = {_key(str(key)): value for key, value in content.items()}
+    values = {str(key).replace("-", "_"): value for key, value in content.items()}
     repeated = {str(param.name): param.multiple for param in command.params if param.name != CONFIG}
     if unknown := sorted(set(values) - set(repeated)):
         raise click.BadParameter(f"{path} has unknown keys: {', '.join(unknown)}")
@@ -373,14 +366,6 @@ def read_yaml(path: Path, command: click.Command) -> dict[str, str | list[str]]:
             f"{', '.join(wrong)}"
         )
     return values
-
-
-def _key(key: str) -> str:
-    """Return the flag that a YAML key names, with a warning for a key of the previous release."""
-    name = key.replace("-", "_")
-    if name in FLAGS:
-        warn(f"Warning: {key} is called {FLAGS[name]} now")
-    return FLAGS.get(name, name)
 
 
 def _fits(value: Any, *, is_repeated: bool) -> bool:

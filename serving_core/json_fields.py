@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from serving_core.errors import ModelError
-from serving_core.renamed import rename_keys
 
 LARGEST_INTEGER = 2**31 - 1
 
@@ -59,13 +58,6 @@ class JsonFields:
             if said and self.raw(name) is None:
                 found[name] = said[0]
         return JsonFields(self._values | found, self._where)
-
-    def with_current_names(self) -> "JsonFields":
-        """Return the object with keys of an earlier version renamed.
-
-        Prints a warning for each such key, once in a process.
-        """
-        return JsonFields(rename_keys(self._values), self._where)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "JsonFields":
         """Return the object with these values for names that are missing; a null counts as given."""

@@ -9,7 +9,6 @@ import click
 
 from serving_core.errors import ModelError, SettingsError, SplitServeError
 from serving_core.process.interrupts import INTERRUPTED, raise_again
-from serving_core.renamed import rename_arguments, rename_role, rename_variables, warn
 from serving_core.version import VERSION
 from splitserve.commands.engines import with_engine
 from splitserve.commands.flag_hints import explained, hinted, hinted_command
@@ -72,24 +71,20 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the name, the command and its arguments, after importing the command.
 
-        Arguments and environment variables of an earlier version are renamed, with a warning. From here on Ctrl-C
-        raises KeyboardInterrupt, so that the command can clean up.
+        From here on Ctrl-C raises KeyboardInterrupt, so that the command can clean up.
         """
         try:
-            found = super().resolve_command(ctx, [rename_role(args[0]), *args[1:]] if args else args)
+            name, command, rest = super().resolve_command(ctx, args)
         except click.UsageError as error:
             raise hinted_command(error, args[0]) from error
         raise_again()
-        name, command, rest = found
         if name is not None and command is not None:
             command, rest = with_engine(name, command, rest)
-        found = name, command, rename_arguments(rest, warn)
-        rename_variables(os.environ, warn)
         from splitserve.commands.variables import unknown_variables
 
         if line := unknown_variables(os.environ):
             click.echo(line, err=True)
-        return found
+        return name, command, rest
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, and report errors that SplitServe raises on purpose in one sentence.

@@ -15,9 +15,8 @@ from coordinator.api_server_service import ApiServerLink, api_server_figures
 from decode_node.speculation import SpeculationCounts
 from engine.engine import StepClock
 from protos import inference_pb2
-from serving_core.figures import BATCH, PREFIX, Histogram, families
+from serving_core.figures import BATCH, Histogram, families
 from serving_core.node.requests import NodeRequests
-from serving_core.renamed import METRICS
 from serving_node.metrics import NodeExposition
 from serving_node.outputs import StepCounts
 from tests import fleet_events as events
@@ -68,23 +67,18 @@ def full_name(metric: Metric) -> str:
 
 def table() -> str:
     """The part of the page between the marks."""
-    told = [metric for metric in _named_now(coordinator_metrics()) if not metric.name.startswith(OF_PROCESS)]
+    told = [metric for metric in coordinator_metrics() if not metric.name.startswith(OF_PROCESS)]
     own = [metric for metric in told if not metric.name.startswith(VLLM)]
     aliases = [metric for metric in told if metric.name.startswith(VLLM)]
     parts = [
         ("## The coordinator, at `/metrics` of its HTTP port", _lines(own)),
-        ("## Each node with `--metrics-port`", _lines(_named_now(node_metrics()))),
+        ("## Each node with `--metrics-port`", _lines(node_metrics())),
         (
             "## Under vLLM's names at the coordinator",
             [", ".join(f"`{name}`" for name in sorted(map(full_name, aliases)))],
         ),
     ]
     return "\n".join(line for title, lines in parts for line in ("", title, "", *lines)) + "\n\n"
-
-
-def _named_now(metrics: Iterable[Metric]) -> list[Metric]:
-    """Return the metrics without those under the names of the release before."""
-    return [metric for metric in metrics if metric.name.removeprefix(PREFIX) not in METRICS.values()]
 
 
 def _lines(metrics: Iterable[Metric]) -> Iterable[str]:

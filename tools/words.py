@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 SUFFIXES: Final = frozenset("|.c|.h|.html|.js|.json|.md|.proto|.py|.sh|.toml|.txt|.yaml|.yml".split("|"))  # noqa: SIM905
-RENAMED: Final = ("serving_core/renamed.py", "tests/unit/serving_core/test_renamed.py")
-EXEMPT: Final = ("CHANGELOG.md", "LICENSE", "*_pb2*", "tools/words.txt", *RENAMED)
+EXEMPT: Final = ("CHANGELOG.md", "LICENSE", "*_pb2*", "tools/words.txt")
 
 
 class Word(NamedTuple):

@@ -53,7 +53,6 @@ from protos.convert import shape_to_wire
 from serving_core.errors import RequestError
 from serving_core.node.costs import StepLoad
 from serving_core.reasons import DRAINING, NO_OTHER_NODE
-from serving_core.renamed import rename_role
 from serving_core.shapes import DECODE, MIXED, PREFILL, Shape, check_shape, common, preset
 
 MAX_REMEMBERED: Final = 64  # recent capacities kept
@@ -340,7 +339,7 @@ class Roles:
         and a change after which the fleet could serve no request.
         """
         node = self._registry.named(name)
-        shape = preset(rename_role(to), **_limits(node)) if isinstance(to, str) else to
+        shape = preset(to, **_limits(node)) if isinstance(to, str) else to
         check_shape(shape, **_limits(node))
         if node.is_stopping:
             raise RequestError(DRAINING, f"node {name} is stopping, and takes no role any more")

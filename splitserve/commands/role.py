@@ -3,7 +3,6 @@
 import click
 
 from serving_core.errors import SettingsError
-from serving_core.renamed import rename_role
 from serving_core.shapes import DECODE, MIXED, PREFILL, ROLES, Shape
 from splitserve.client.questions import TIMEOUT_S as REQUEST_TIMEOUT_S
 from splitserve.commands.server_options import Server, operator_options
@@ -13,16 +12,9 @@ from splitserve.commands.terminal import shape_text, stdout, waiting
 NUMBER = click.IntRange(min=1, max=2**32 - 1)
 
 
-class RoleChoice(click.Choice[str]):
-    """A role, which may be given under its old name."""
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return super().convert(rename_role(value), param, ctx)
-
-
 @click.command()
 @click.argument("node")
-@click.argument("role", type=RoleChoice(ROLES))
+@click.argument("role", type=click.Choice(ROLES))
 @operator_options
 @click.option(
     "--prompt-tokens", type=NUMBER, help="Compute at most this many prompt tokens in a step, on a node that prefills."

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from serving_core.flags import FILE, secret_file_option, secret_from
+from serving_core.flags import ENV_PREFIX, FILE, secret_file_option, secret_from
 from serving_core.net.tls import TlsFiles
-from serving_core.renamed import ENV_PREFIX
 
 if TYPE_CHECKING:  # imported when a command runs, so that --help is fast
     from splitserve.client.clients import Client

@@ -4,8 +4,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Final
 
-from serving_core.flags import FILE, NO_FLAGS, fields_of, secrets_of
-from serving_core.renamed import ENV_PREFIX
+from serving_core.flags import ENV_PREFIX, FILE, NO_FLAGS, fields_of, secrets_of
 
 SERVER: Final = "SPLITSERVE_SERVER"  # for commands that call a server; all other variables belong to flags
 

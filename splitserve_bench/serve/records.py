@@ -11,7 +11,6 @@ from typing import Any, Final
 from serving_core import reasons
 from serving_core.errors import SplitServeError
 from serving_core.net.tls import TlsFiles
-from serving_core.renamed import rename_keys
 from splitserve.client.answers import Timeline
 
 SPLITSERVE, OPENAI = "splitserve", "openai"
@@ -259,8 +258,7 @@ def last_sendings(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 def times_of(fields: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds that a timeline or a refusal has, by the names of KEPT; is_late is 1 or 0."""
-    current = rename_keys(fields)
-    return {name: float(current[name]) for name in KEPT if name in current}
+    return {name: float(fields[name]) for name in KEPT if name in fields}
 
 
 def bounded(text: str) -> str:
@@ -295,6 +293,5 @@ def unpack_request(line: bytes) -> PlannedRequest:
 
 def to_outcome(values: Mapping[str, Any]) -> Outcome:
     """Return the outcome with the fields of a JSON object."""
-    timeline, arrivals = values.get("timeline"), ("arrivals_s", "arrival_tokens")
-    renamed = {"timeline": rename_keys(timeline)} if timeline else {}
-    return Outcome(**{**values, **renamed, **{name: tuple(values[name]) for name in arrivals}})
+    arrivals = ("arrivals_s", "arrival_tokens")
+    return Outcome(**{**values, **{name: tuple(values[name]) for name in arrivals}})

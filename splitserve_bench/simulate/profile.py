@@ -244,8 +244,7 @@ def read_profile(path: Path) -> Profile:
         fields = read_json_object(path)
         if (found := fields.integer("format")) != FORMAT:
             raise fields.error("format", f"{FORMAT}, as of this version's `splitserve doctor --save`: {found} is not")
-        fields = fields.with_current_names()
-        kv_transfer, control = _nested(fields, "kv_transfer"), _nested(fields, "control").with_current_names()
+        kv_transfer, control = _nested(fields, "kv_transfer"), _nested(fields, "control")
         return Profile(
             model=fields.text("model"),
             cores=fields.integer("cores"),
