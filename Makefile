@@ -70,7 +70,9 @@ SIMULATED = $(ENVIRONMENT) .venv-torch-$$torch/bin/pytest -q -n 3 --shard $(SHAR
 test-torches:
 	failed=0; \
 	for torch in $(TORCHES); do \
-		$(MAKE) setup VENV=.venv-torch-$$torch TORCH=torch==$$torch CPU_INDEX= || { failed=1; continue; }; \
+		$(MAKE) setup VENV=.venv-torch-$$torch TORCH=torch==$$torch CPU_INDEX= \
+			&& .venv-torch-$$torch/bin/python -c 'import sys, torch; found = torch.__version__; sys.exit(None if torch.version.cuda \
+			and found.startswith(sys.argv[1]) else "there is torch " + found)' $$torch || { failed=1; continue; }; \
 		SIMULATED_TRITON=0 $(SIMULATED) tests/gpu tests/simulated_cuda || failed=1; \
 		$(SIMULATED) $(TRITON_TESTS) || failed=1; \
 	done; \
