@@ -4,21 +4,17 @@ Masses are integers, whose sums are equal in any order: so a token depends neith
 threads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import torch
 
 LIKELIEST_MASS: Final = 2.0**40  # mass of the likeliest token; a whole vocabulary of them is below 2^63
 CACHED_WEIGHTS: Final = 2**16  # computed at a time, on a CPU
-DEVICE_WEIGHTS: Final = 2**24  # and on a device, where each takes some 20 bytes meanwhile
+DEVICE_WEIGHTS: Final = 2**23  # and on a device, where each takes some 40 bytes meanwhile
+DIGIT_BITS: Final = 10  # three digits are the 30 bits of the float32 numbers from 0 to 1
 
 T = TypeVar("T")
-
-LeastInNuclei = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of weights [R, V] float32 and needed masses [R, 1] int64, returns the largest weights [R, 1] such that all weights
-not below have the needed mass; 0 where it is 0.
-"""
 
 
 class RowSampling(NamedTuple):
@@ -37,23 +33,14 @@ class RowSampling(NamedTuple):
     top_k: int = 0  # off, as is any number of at least all tokens
 
 
-def sample_rows(
-    logits: torch.Tensor,
-    highest: torch.Tensor,
-    samplings: Sequence[RowSampling],
-    in_nuclei: LeastInNuclei | None = None,
-) -> torch.Tensor:
+def sample_rows(logits: torch.Tensor, highest: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
     """Sample a token for each of `samplings` from its row of logits [S, vocab_size]; int64 [len(samplings)].
 
-    `highest` [S], float32, holds the maximum of each row. `in_nuclei` finds the nucleus (top_p) without sorting; None:
-    weights are sorted, with the same result.
+    `highest` [S], float32, holds the maximum of each row.
     """
     pieces = _pieces(logits, samplings)
     return torch.cat(
-        [
-            _sample_piece(*_chosen(logits, highest, [sampling.row for sampling in piece]), piece, in_nuclei)
-            for piece in pieces
-        ]
+        [_sample_piece(*_chosen(logits, highest, [sampling.row for sampling in piece]), piece) for piece in pieces]
     )
 
 
@@ -86,9 +73,7 @@ def _log_totals(logits: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
     return torch.where(highest[:, 0].isfinite(), total, torch.nan)
 
 
-def _sample_piece(
-    logits: torch.Tensor, highest: torch.Tensor, samplings: Sequence[RowSampling], in_nuclei: LeastInNuclei | None
-) -> torch.Tensor:
+def _sample_piece(logits: torch.Tensor, highest: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
     device, num_columns = logits.device, logits.shape[1]
     columns = torch.tensor([sampling[1:5] for sampling in samplings], dtype=torch.float64).T[:, :, None]
     numbers, temperatures, min_p, top_p = _on(device, columns)
@@ -98,7 +83,7 @@ def _sample_piece(
     top_k = [sampling.top_k if 0 < sampling.top_k < num_columns else 0 for sampling in samplings]
     has_nucleus = [sampling.top_p < 1 for sampling in samplings]
     if any(top_k) or any(has_nucleus):
-        weights.mul_(weights >= _least_weights(weights, top_k, top_p, has_nucleus, in_nuclei))
+        weights.mul_(weights >= _least_weights(weights, top_k, top_p, has_nucleus))
     masses = _masses(weights).cumsum_(-1)
     whole = masses[:, -1:]
     passed = torch.minimum((numbers * whole).long(), whole - 1)  # in case the product is rounded up to the total
@@ -114,11 +99,7 @@ def _masses(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _least_weights(
-    weights: torch.Tensor,
-    top_k: Sequence[int],
-    top_p: torch.Tensor,
-    has_nucleus: Sequence[bool],
-    in_nuclei: LeastInNuclei | None,
+    weights: torch.Tensor, top_k: Sequence[int], top_p: torch.Tensor, has_nucleus: Sequence[bool]
 ) -> torch.Tensor:
     """Return the weights [len(top_k), 1] that tokens need for top_k and the nuclei, of weights that min_p left.
 
@@ -127,10 +108,10 @@ def _least_weights(
     device, num_columns = weights.device, weights.shape[1]
     limits = [count or (num_columns if nucleus else 1) for count, nucleus in zip(top_k, has_nucleus, strict=True)]
     most = max(limits)
-    if most == num_columns and in_nuclei is not None:
-        return _least_unsorted(weights, top_k, top_p, in_nuclei)
+    if most == num_columns and device.type != "cpu":
+        return _least_unsorted(weights, top_k, top_p)
     num_likeliest = _on(device, torch.tensor(limits)[:, None])
-    if most == num_columns and device.type == "cpu":  # on a CPU asking is cheap and sorting is not
+    if most == num_columns:  # on a CPU asking is cheap and sorting is not
         num_likeliest = torch.where(num_likeliest == most, _most_in_nuclei(weights, top_p), num_likeliest)
         most = int(num_likeliest.max())
     likeliest = (weights.sort(descending=True) if most == num_columns else weights.topk(most)).values
@@ -143,17 +124,34 @@ def _least_weights(
     return torch.where(top_p < 1, likeliest.gather(1, torch.minimum(edges, num_likeliest - 1)), least)
 
 
-def _least_unsorted(
-    weights: torch.Tensor, top_k: Sequence[int], top_p: torch.Tensor, in_nuclei: LeastInNuclei
-) -> torch.Tensor:
+def _least_unsorted(weights: torch.Tensor, top_k: Sequence[int], top_p: torch.Tensor) -> torch.Tensor:
     """Compute `_least_weights` without sorting, where a nucleus may have any number of tokens."""
     least = torch.zeros_like(top_p, dtype=weights.dtype)
     if most := max(top_k):
         counts = _on(weights.device, torch.tensor(top_k)[:, None])
         least = weights.topk(most).values.gather(1, (counts - 1).clamp_(min=0)) * (counts > 0)
         weights.mul_(weights >= least)
-    needed = _needed(weights, top_p).clamp_(min=1) * (top_p < 1)
-    return torch.where(top_p < 1, in_nuclei(weights, needed), least)
+    return torch.where(top_p < 1, least_in_nuclei(weights, _needed(weights, top_p).clamp_(min=1)), least)
+
+
+def least_in_nuclei(weights: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+    """Return the largest numbers [R, 1] such that all weights not below have the needed mass.
+
+    Weights [R, V], float32, are from 0 to 1; needed masses [R, 1], int64, are at least 1 and at most a row's. Positive
+    floats are ordered like their bits, which are determined digit by digit, from the masses of all that share a digit.
+    """
+    weights = torch.where(weights <= 1, weights, 1.0)  # NaN in a row that fails anyway
+    bits, masses = weights.view(torch.int32), _masses(weights)
+    least = torch.zeros_like(needed)
+    for shift in (2 * DIGIT_BITS, DIGIT_BITS, 0):
+        digits = (bits >> shift).bitwise_and_(2**DIGIT_BITS - 1).long()
+        of_digits = masses.new_zeros(len(masses), 2**DIGIT_BITS).scatter_add_(1, digits, masses)
+        not_below = of_digits.flip(1).cumsum(1).flip(1)
+        digit = ((not_below >= needed).sum(1, keepdim=True) - 1).clamp_(min=0)
+        needed = needed - (not_below - of_digits).gather(1, digit)
+        masses.mul_(digits == digit)
+        least = least << DIGIT_BITS | digit
+    return least.int().view(torch.float32)
 
 
 def _needed(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ Each op is one kernel that reads and writes every number once. torch needs sever
 alone take a good part of a decode step.
 """
 
-from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -13,68 +12,7 @@ import triton.language as tl
 
 from engine.ops.base import HeadNorms, KVSlots, Norm, Ops
 from engine.ops.rope import Rotation
-from engine.ops.topk_topp import LIKELIEST_MASS, RowSampling, sample_rows
 from serving_core.model_files.differences import GELU_TANH, SILU
-
-COLUMNS: Final = 2048  # that a program handles at once
-NUM_WARPS: Final = 8
-LARGEST_BIT: Final = 29  # highest bit of float32 weights up to 1
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def find_edges(  # type: ignore[no-untyped-def]
-    weights,
-    needed,
-    edges,
-    row_stride,
-    num_columns,
-    MASS: tl.constexpr,
-    HIGHEST: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Write to `edges` the least weight of one row's nucleus: the weights not below it have the mass `needed`.
-
-    It is the largest number for which that is so; 0 if no mass is needed. Positive floats are ordered like their bits,
-    which are determined one by one. A weight's mass is an integer, MASS times the weight. A row has num_columns
-    weights, and begins row_stride elements behind the row before.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    need = tl.load(needed + row)
-    edge = 0
-    if need > 0:
-        for step in range(HIGHEST + 1):
-            tried = edge | (1 << (HIGHEST - step))
-            masses = tl.zeros([COLUMNS], tl.int64)
-            for start in range(0, num_columns, COLUMNS):
-                columns = start + tl.arange(0, COLUMNS)
-                weight = tl.load(weights + row * row_stride + columns, mask=columns < num_columns, other=0.0)
-                weight = tl.where(weight <= 1, weight, 1.0)  # NaN in a row that fails anyway
-                is_above = weight.to(tl.int32, bitcast=True) >= tried
-                masses += tl.where(is_above, (weight * MASS).to(tl.int64), 0)
-            edge = tl.where(tl.sum(masses, 0) >= need, tried, edge)
-    tl.store(edges + row, tl.cast(edge, tl.float32, bitcast=True))
-
-
-def least_in_nuclei(weights: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
-    """Return the least weight [R, 1] of each row's nucleus, given weights [R, V] and needed masses [R, 1].
-
-    A LeastInNuclei (engine/ops/topk_topp.py), computed by find_edges.
-    """
-    edges = torch.empty_like(needed, dtype=torch.float32)
-    with torch.cuda.device(weights.device):
-        find_edges[(len(weights),)](
-            weights,
-            needed,
-            edges,
-            weights.stride(0),
-            weights.shape[1],
-            MASS=LIKELIEST_MASS,
-            HIGHEST=LARGEST_BIT,
-            COLUMNS=COLUMNS,
-            num_warps=NUM_WARPS,
-        )
-    return edges
-
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_ROW: Final = 2**15  # numbers that a program holds
@@ -82,7 +20,6 @@ COLUMNS_OF_A_WARP: Final = 512
 MOST_WARPS: Final = 16
 HEADS: Final = 16  # of a program
 GATES: Final = 1024  # of a program
-FEWEST_UNSORTED: Final = 4  # rows: for fewer, sorting on the whole device is faster than one program for each
 ROOT_2_OVER_PI: Final = 0.7978845608028654
 
 
@@ -350,10 +287,6 @@ class TritonOps(Ops):
                 COLUMNS=GATES,
             )
         return outputs
-
-    def sample(self, logits: torch.Tensor, highest: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
-        is_unsorted = len(samplings) >= FEWEST_UNSORTED
-        return sample_rows(logits, highest, samplings, least_in_nuclei if is_unsorted else None)
 
 
 def _are_rows(x: torch.Tensor, delta: torch.Tensor | None) -> bool:

@@ -32,7 +32,6 @@ from engine.attention.triton_paged import (
     stages_by_rows,
 )
 from engine.ops import triton as triton_ops
-from engine.ops.topk_topp import LIKELIEST_MASS
 from engine.quantization import triton_linear
 from engine.quantization.quantized_linear import OUTPUTS
 
@@ -140,12 +139,6 @@ def gating(dtype, *, is_gelu):
     return triton_ops.gate_rows, {"gates_and_ups": dtype, "outputs": dtype}, {}, constants
 
 
-def finding_edges():
-    constants = {"MASS": LIKELIEST_MASS, "HIGHEST": triton_ops.LARGEST_BIT, "COLUMNS": triton_ops.COLUMNS}
-    pointers = {"weights": "fp32", "edges": "fp32", "needed": "i64"}
-    return triton_ops.find_edges, pointers, {}, constants, 3, triton_ops.NUM_WARPS
-
-
 def attentions(memory_bytes):
     case = partial(attending, memory_bytes)
     return [
@@ -179,7 +172,6 @@ OTHERS = [
     storing("fp16", 16, 8, 80, has_norms=True),
     gating("bf16", is_gelu=False),
     gating("fp16", is_gelu=True),
-    finding_edges(),
     (triton_linear.add_up, {"outputs": "bf16"}, {}, {"SPLITS": 8, "BLOCK": triton_linear.ADDED, "HAS_BIAS": True}),
 ]
 

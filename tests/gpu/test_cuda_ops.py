@@ -11,7 +11,7 @@ from engine.ops.backends import choose_ops
 from engine.ops.base import HeadNorms, KVSlots, Norm, Ops
 from engine.ops.rope import RotaryEmbedding
 from engine.ops.topk_topp import RowSampling
-from engine.ops.triton import TritonOps, least_in_nuclei
+from engine.ops.triton import TritonOps
 from serving_core.layout import KVLayout
 from serving_core.model_files.differences import GELU_TANH, SILU
 from serving_core.model_files.rope import DefaultRope
@@ -180,9 +180,3 @@ def test_of_a_row_that_is_no_number_others_do_not_hear():
     expected = sampled(OPS, logits, samplings)
     logits[2, 77] = torch.nan
     assert np.delete(sampled(OPS, logits, samplings), 2).tolist() == np.delete(expected, 2).tolist()
-
-
-def test_the_least_weight_of_a_nucleus():
-    weights = torch.tensor([0.25, 1.0, 0.0, 0.5, 0.25]).expand(6, 5).to(CUDA)
-    needed = torch.tensor([2**40, 2**40 + 1, 3 * 2**39, 3 * 2**39 + 1, 2**41, 0], device=CUDA)[:, None]
-    assert least_in_nuclei(strided(weights), needed).flatten().tolist() == [1.0, 0.5, 0.5, 0.25, 0.25, 0.0]

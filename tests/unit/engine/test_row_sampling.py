@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.ops.base import Ops
-from engine.ops.topk_topp import RowSampling
+from engine.ops.topk_topp import LIKELIEST_MASS, RowSampling, least_in_nuclei
 from tests.effort import effort
 from tests.unit.engine.in_one_test import for_each
 from tests.unit.engine.native_kit import thread_counts
@@ -201,3 +201,24 @@ def test_threads_change_no_sampling(ops, dtype):
 def test_other_dtypes_are_left_to_torch(ops):
     logits, samplings = random(34, 300, torch.float16), mixed(34)
     assert sampled(ops, logits, samplings) == sampled(Ops(), logits, samplings)
+
+
+def test_the_least_weight_of_a_nucleus_by_hand():
+    weights = torch.tensor([0.25, 1.0, 0.0, 0.5, 0.25]).expand(6, 5)
+    needed = torch.tensor([1, 2**40, 2**40 + 1, 3 * 2**39, 3 * 2**39 + 1, 2**41])[:, None]
+    assert least_in_nuclei(weights, needed).flatten().tolist() == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+
+
+@for_each(num_columns=[1, 3, 700, 5000])
+def test_the_least_weight_of_a_nucleus_is_that_of_sorted_weights(num_columns):
+    """What devices count by digits, for any needed mass: of random rows and of one with ties."""
+    weights = random(40, num_columns).sub(9.0).clamp(max=0.0).exp()
+    weights[1] = weights[1].bfloat16().float()
+    descending = weights.sort(descending=True).values
+    sums = (descending * LIKELIEST_MASS).long().cumsum(1)
+    needed = (torch.rand(40, 1, generator=torch.Generator().manual_seed(1)).double() * sums[:, -1:]).ceil().long()
+    needed = torch.cat((needed[:-1], sums[-1:, -1:])).clamp(min=1)
+    expected = descending.gather(1, torch.searchsorted(sums, needed))
+    assert torch.equal(least_in_nuclei(weights, needed), expected)
+    weights[0] = torch.nan
+    assert torch.equal(least_in_nuclei(weights, needed)[1:], expected[1:]), "a row that broke changed another"
