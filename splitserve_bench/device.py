@@ -48,7 +48,7 @@ NUM_LAST_LINES: Final = 25  # of what a step that was not done logged
 CALLS_PER_CAPTURE: Final = 16
 MODEL_WRITTEN: Final = "complete"  # the file that is written last
 KERNEL_TESTS: Final = ("triton", "ops", "few_bits", "mixed", "sampling", "quantized_pool", "streams", "experts")
-ENGINE_TESTS: Final = ("graphs", "engine", "ipc", "transfer", "features", "offload")
+ENGINE_TESTS: Final = ("graphs", "engine", "ipc", "transfer", "faults", "features", "offload")
 TEST_FLAGS: Final = (
     "-q -rfE -p no:cacheprovider -o filterwarnings=default -o timeout=60 --tb=short -n 8 --dist worksteal"
 )

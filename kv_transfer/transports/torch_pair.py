@@ -287,7 +287,11 @@ class Pair:
 
 
 class _RelayedStore(dist.Store):  # type: ignore[name-defined, misc]  # known at run time only
-    """Share values between both ends: a value set at one end is sent to the other. Torch calls it from its threads."""
+    """Share values between both ends: a value set at one end is sent to the other. Torch calls it from its threads.
+
+    torch's own stores share through a port or a file. Groups of two set, get, check, wait for and clone; whatever else
+    torch might ask for raises RuntimeError, which ends the pair.
+    """
 
     def __init__(self, tell: Relay, timeout_s: float) -> None:
         super().__init__()
@@ -318,6 +322,9 @@ class _RelayedStore(dist.Store):  # type: ignore[name-defined, misc]  # known at
     def get(self, key: str) -> bytes:
         self.wait([key])
         return self._values[key]
+
+    def clone(self) -> "_RelayedStore":
+        return self
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)

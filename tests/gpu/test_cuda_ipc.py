@@ -1,17 +1,13 @@
 """KV blocks between two processes on one device, where NCCL has no group."""
 
-import asyncio
 import multiprocessing
 import random
-import signal
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from kv_transfer.receiver import KVReceiver
 from kv_transfer.results import TransferError
-from kv_transfer.sender import KVSender, Sent, TransferFailed
 from kv_transfer.transports import dist_stream
 from kv_transfer.transports.cuda_ipc import (
     AREA_BYTES,
@@ -22,20 +18,10 @@ from kv_transfer.transports.cuda_ipc import (
     DeviceGroup,
     are_on_one_device,
 )
-from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
 from kv_transfer.transports.torch_pair import RECEIVER_RANK, SENDER_RANK
 from kv_transfer.wire import pack, unpack
-from tests.unit.kv_transfer.torch_dist_kit import bytes_of, tensor_store
-from tests.unit.kv_transfer.torch_dist_processes import ANY_PORT, BIG_IDS, descriptor_of, leaving, peer_process
 from tests.unit.kv_transfer.transfer_kit import (
-    BIG_LAYOUT,
-    BIG_NUM_BLOCKS,
     PATIENCE_S,
-    Once,
-    grant,
-    line_from,
-    run,
-    until,
 )
 
 CUDA = torch.device("cuda", 0)
@@ -140,76 +126,3 @@ def test_what_is_no_area_is_not_opened():
             Area.opened(pack(fields), CUDA)
     with pytest.raises(RuntimeError):  # of CUDA: it is this process's own
         Area.opened(pack(told), CUDA)
-
-
-def test_transfers_to_one_process_after_the_other(spare):
-    source = tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=6, device=CUDA)
-
-    async def scenario():
-        for _ in range(2):
-            sender = KVSender(TorchDistDialer(CUDA), source, deadline_s=PATIENCE_S)
-            async with peer_process("receive", ANY_PORT, "cuda") as process:
-                for _ in range(2):
-                    sent = Once()
-                    sender.start(await descriptor_of(process), sent).finish(BIG_IDS, b"tail")
-                    assert isinstance(await sent.result(), Sent)
-                    assert await line_from(process) == "Received"
-            await sender.close()
-            assert len(spare) == 1
-
-    run(scenario())
-
-
-@pytest.mark.nightly
-def test_the_receiving_process_is_killed_and_another_takes_its_place(spare):
-    source = tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=6, device=CUDA)
-
-    async def scenario():
-        sender = KVSender(TorchDistDialer(CUDA), source, deadline_s=PATIENCE_S)
-        async with peer_process("receive", ANY_PORT, "cuda") as process:
-            sent, has_begun = Once(), asyncio.Event()
-            sending = sender.start(await descriptor_of(process), sent, has_begun.set)
-            sending.blocks_ready(BIG_IDS[:1])
-            await has_begun.wait()
-            process.send_signal(signal.SIGSTOP)
-            sending.finish(BIG_IDS, b"tail")
-            await asyncio.sleep(0.02)
-            assert not sent.is_done
-            process.kill()
-            assert (await sent.result()).message == "the receiver is gone"
-        await until(lambda: len(spare) == 1)
-        async with peer_process("receive", ANY_PORT, "cuda") as process:
-            sent = Once()
-            sender.start(await descriptor_of(process), sent).finish(BIG_IDS, b"tail")
-            assert isinstance(await sent.result(), Sent)
-            assert await line_from(process) == "Received"
-            assert not spare, "it has an area of its own"
-        await sender.close()
-
-    run(scenario())
-
-
-def test_the_sending_process_is_killed_and_another_takes_its_place():
-    target = tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS, device=CUDA)
-    half = BIG_IDS[: BIG_NUM_BLOCKS // 2]
-    expected = bytes_of(tensor_store(BIG_LAYOUT, BIG_NUM_BLOCKS, seed=1), half)
-
-    async def scenario():
-        receiver = KVReceiver(TorchDistListener(ANY_PORT, CUDA), target)
-        for num_killed in range(2):
-            received = Once()
-            descriptor = grant(receiver, BIG_IDS, received)
-            num_bytes = receiver.num_bytes + len(expected)
-            async with peer_process("send", descriptor.encode().hex(), "cuda"):
-                await until(lambda num_bytes=num_bytes: receiver.num_bytes == num_bytes)
-            assert bytes_of(target, half) == expected
-            receiver.cancel(descriptor.epoch)
-            assert isinstance(await received.result(), TransferFailed), num_killed
-        await receiver.close()
-
-    run(scenario())
-
-
-@pytest.mark.nightly
-def test_a_process_that_closes_nothing_ends_cleanly():
-    run(leaving(CUDA))

@@ -5,6 +5,7 @@ import asyncio
 import gc
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import psutil
@@ -18,6 +19,7 @@ from kv_transfer.sender import KVSender, Sent
 from kv_transfer.transports import torch_dist
 from kv_transfer.transports.dist_stream import DistAddress, pack_key, pack_sizes, unpack_key, unpack_message
 from kv_transfer.transports.torch_dist import TorchDistDialer, TorchDistListener
+from kv_transfer.transports.torch_pair import MAX_KEYS, _RelayedStore
 from serving_core.errors import SettingsError
 from tests.effort import few
 from tests.unit.kv_transfer.torch_dist_kit import CPU, bytes_of, tensor_store
@@ -263,6 +265,37 @@ def test_a_lost_receiver_is_told_of_once():
         assert lost == [listener.address] * 2
 
     run(scenario())
+
+
+def test_what_one_end_of_a_pair_stores_the_other_reads():
+    """As torch's groups ask for it in C++, in all that they ask for: one at each end, which wraps ours."""
+
+    def store_of(other, timeout_s=PATIENCE_S):
+        ours = _RelayedStore(lambda key, value: other().put(key, value), timeout_s)
+        return ours, torch.distributed.PrefixStore("group", ours)
+
+    ours, here = store_of(lambda: theirs)
+    theirs, there = store_of(lambda: ours)
+    reading = ThreadPoolExecutor(1).submit(there.get, "a")  # waits
+    here.set("a", b"1\0\xff")
+    there.set("b", b"")
+    assert reading.result(PATIENCE_S) == here.get("a") == b"1\0\xff"
+    assert (here.get("b"), here.check(["a", "b"]), there.check(["a", "c"])) == (b"", True, False)
+    there.wait(["a", "b"])
+    here.clone().set("c", b"3")
+    assert there.clone().multi_get(["a", "c"]) == [b"1\0\xff", b"3"]
+    with pytest.raises(RuntimeError, match="add"):
+        here.add("a", 1)
+    _, lonely = store_of(lambda: theirs, timeout_s=0.01)
+    for closes in (False, True):
+        if closes:
+            ours.close()
+        with pytest.raises(TransferError, match="did not make its group"):
+            (here if closes else lonely).wait(["never"])
+    for number in range(MAX_KEYS - 3):
+        here.set(str(number), b"")
+    with pytest.raises(TransferError, match="more than 64 keys"):
+        here.set("one more", b"")
 
 
 # ---- addresses ----
