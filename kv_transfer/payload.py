@@ -21,19 +21,26 @@ Buffer = Any
 """Raw bytes, flat, whose len() is their number: a memoryview for the host's Payload. A frame is a buffer too."""
 
 
-def blocks_per_message(layout: KVLayout) -> int:
+def blocks_per_message(layout: KVLayout, payload: "Payload | None" = None) -> int:
     """Return how many blocks of one layer fit in a message, for every layer of `layout`; at least 1.
 
-    Raises TransferError if a single block exceeds MAX_PAYLOAD_BYTES.
+    A message has the `message_bytes` of its payload, MESSAGE_BYTES without one. Raises TransferError if a single block
+    exceeds MAX_PAYLOAD_BYTES.
     """
     layer_bytes = layout.largest_layer_bytes
     if layer_bytes > MAX_PAYLOAD_BYTES:
         raise TransferError(f"a KV block takes {layer_bytes} bytes in a layer; at most {MAX_PAYLOAD_BYTES} can be sent")
-    return min(MAX_DATA_BLOCKS, max(1, MESSAGE_BYTES // layer_bytes))
+    message_bytes = MESSAGE_BYTES if payload is None else payload.message_bytes
+    return min(MAX_DATA_BLOCKS, max(1, message_bytes // layer_bytes))
 
 
 class Payload(ABC):
     """Handles one kind of buffer for KV transfers: checksums, joins and cuts it."""
+
+    @property
+    def message_bytes(self) -> int:
+        """Return the bytes of blocks in one message, at most MAX_PAYLOAD_BYTES. A larger block goes by itself."""
+        return MESSAGE_BYTES
 
     @abstractmethod
     def checksum(self, keys: Buffer, values: Buffer) -> int:

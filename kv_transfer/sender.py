@@ -70,7 +70,8 @@ class SendingChannel:
         self._store = store
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self._session = SenderSession(channel, blocks_per_message(channel.layout), deadline_s, self._loop.time())
+        num_blocks = blocks_per_message(channel.layout, transport.payload)
+        self._session = SenderSession(channel, num_blocks, deadline_s, self._loop.time())
         self._block_ids: Sequence[int] = ()
         self._held: set[asyncio.Future[None]] = set()  # messages whose frames the transport may still read
         self._turn: asyncio.Handle | None = None

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from kv_transfer.payload import HOST, Payload
+from kv_transfer.wire import MAX_PAYLOAD_BYTES
 from serving_core.layout import KVLayout
 
 # Mixing constants of MurmurHash3 as int32; the golden ratio distinguishes positions.
@@ -18,6 +19,17 @@ class TensorPayload(Payload):
     The checksum is that of HOST in host memory, and `device_checksum` elsewhere, which misses about one random change
     in 2**32. Both ends of a transfer must use the same kind.
     """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Make messages for tensors on `device`, or in host memory.
+
+        A message costs Python the same time at any size: on a device it is as large as the wire allows.
+        """
+        self._is_on_device = device is not None and device.type != "cpu"
+
+    @property
+    def message_bytes(self) -> int:
+        return MAX_PAYLOAD_BYTES if self._is_on_device else super().message_bytes
 
     def checksum(self, keys: torch.Tensor, values: torch.Tensor) -> int:
         if keys.device.type == "cpu":

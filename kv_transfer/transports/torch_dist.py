@@ -43,7 +43,7 @@ class TorchDistListener:
     def __init__(self, bind: str, device: torch.device) -> None:
         """Begin to listen on the endpoint `bind`. Raises SettingsError if the endpoint or the device cannot be used."""
         check_device(device)
-        self.payload: Payload = TensorPayload()
+        self.payload: Payload = TensorPayload(device)
         self._device = device
         self._socket, self._address = listen(bind)
         self._greeting: OrderedDict[asyncio.Task[None], None] = OrderedDict()  # oldest first
@@ -137,7 +137,7 @@ class TorchDistDialer:
     def __init__(self, device: torch.device) -> None:
         """Create a dialer for frames on this device. Raises SettingsError if the device cannot be used."""
         check_device(device)
-        self.payload: Payload = TensorPayload()
+        self.payload: Payload = TensorPayload(device)
         self._device = device
         self._max_connections = connections_within(MAX_CONNECTIONS, descriptors_each=CONNECTION_DESCRIPTORS)
         self._links: OrderedDict[str, SendingLink] = OrderedDict()  # least recently used first

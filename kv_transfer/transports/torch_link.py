@@ -28,7 +28,7 @@ from kv_transfer.transports.transport import OnMessage, OnReply
 logger = logging.getLogger(__name__)
 
 SEND_QUEUE_MESSAGES = 4096  # to one receiver; the frames stay in the pool
-RECEIVE_QUEUE_MESSAGES = 8  # from one sender; the frames are allocated
+RECEIVE_QUEUE_MESSAGES = 8  # from one sender; the frames are allocated, at most 128 MiB
 ANNOUNCED_MESSAGES = 4  # whose sizes the receiver already knows
 CLOSE_TIMEOUT_S = 5.0
 

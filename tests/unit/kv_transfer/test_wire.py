@@ -4,6 +4,7 @@ import zlib
 
 import msgpack
 import pytest
+import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from kv_transfer import payload
 from kv_transfer.payload import HOST
 from kv_transfer.results import TransferError
+from kv_transfer.transports.tensor_payload import TensorPayload
 from kv_transfer.wire import (
     MAX_RANGES,
     Abort,
@@ -195,6 +197,12 @@ def test_messages_are_as_long_as_the_largest_layer_allows():
     small, large = Widths(1, 0), Widths(512, 512)
     of_large = payload.blocks_per_message(KVLayout.uniform(1, 8, 512, 16, "bfloat16"))
     assert payload.blocks_per_message(KVLayout(3, (small, large, small), 8, 16, "bfloat16")) == of_large == 12
+
+
+def test_messages_between_devices_are_as_long_as_the_wire_allows():
+    layout = KVLayout.uniform(1, 8, 512, 16, "bfloat16")
+    lengths = [payload.blocks_per_message(layout, TensorPayload(torch.device(name))) for name in ("cpu", "cuda")]
+    assert lengths == [12, 64]
 
 
 def test_a_layout_whose_blocks_are_too_large_to_send_is_refused():
