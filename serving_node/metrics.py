@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from http import HTTPStatus
 from http.server import HTTPServer
 from socketserver import TCPServer
@@ -49,6 +49,8 @@ class Observed(Protocol):
     def clock(self) -> StepClock: ...
     @property
     def num_divided_passes(self) -> int: ...
+    @property
+    def engine(self) -> Mapping[str, str]: ...
     @property
     def node_requests(self) -> NodeRequests: ...
     def load(self) -> inference_pb2.NodeLoad: ...
@@ -90,6 +92,9 @@ class NodeExposition:
 
     def _steps(self, load: inference_pb2.NodeLoad) -> Iterator[Figure]:
         steps, name = self._node.steps, self._node.name
+        facts = {key: self._node.engine.get(key, "") for key in ("device", "attention", "program")}
+        help = "Always 1: the engine's device, attention backend and decode program (modules: no CUDA graphs)."
+        yield gauge("engine_info", help, [({"node": name, **facts}, 1)])
         seconds = [({"node": name, "phase": phase}, each) for phase, each in steps.seconds.items()]
         yield histogram("step_seconds", "Time of a step, by phase.", seconds)
         yield histogram("step_tokens", "Tokens computed in one step.", [({"node": name}, steps.tokens)])

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Final
 
 from decode_node.speculation import SpeculationCounts
@@ -252,6 +253,10 @@ class NodeRunner:
     @property
     def clock(self) -> StepClock:
         return self._stepping.clock
+
+    @property
+    def engine(self) -> Mapping[str, str]:
+        return self._engine.description
 
     @property
     def node_requests(self) -> NodeRequests:

@@ -19,13 +19,14 @@ from splitserve_bench.code_version import SERVING, code_digest
 DONE, FAILED, OUT_OF_TIME = "done", "failed", "out of time"
 KEPT: Final = Path(__file__).with_name("device_report.json")
 NEVER: Final = "never run on a card"
+NO_DEVICE: Final = "CPU"
 
 
 def about_here() -> dict[str, str]:
-    """Return today's date, the name of this machine's device ("CPU" without one), and versions."""
+    """Return today's date, the name of this machine's device (NO_DEVICE without one), and versions."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else NO_DEVICE,
         "torch": torch.__version__,
         "CUDA": str(torch.version.cuda),
         "SplitServe": f"{VERSION}, code {code_digest(SERVING)}",
@@ -51,19 +52,10 @@ def kept_report(path: Path = KEPT) -> dict[str, Any] | None:
 
 def verdict(report: Mapping[str, Any] | None) -> str:
     """Return in one line what has run on a card: when, on which, and the steps that were not done."""
-    if report is None:
+    if report is None or report["about"]["device"] == NO_DEVICE:
         return NEVER
     about, steps = report["about"], report["steps"]
     others = [f"{name} ({step['state']})" for name, step in steps.items() if step["state"] != DONE]
     where = f"{about['device']}, {about['date']}, torch {about['torch']}, CUDA {about['CUDA']}"
     told = f"{where}: {len(steps) - len(others)} of {len(steps)} steps done"
     return told + (f"; not {', '.join(others)}" if others else "")
-
-
-def step_rows(report: Mapping[str, Any] | None) -> list[tuple[str, str, str]]:
-    """Return for each step its name, its state with its seconds, and the last line of its output."""
-    steps = {} if report is None else report["steps"]
-    return [
-        (name, f"{step['state']}, {step['seconds']} s", (step["output"].splitlines() or [""])[-1])
-        for name, step in steps.items()
-    ]

@@ -48,7 +48,13 @@ def of_node() -> dict[str, float]:
     counts, load = StepCounts(), StepLoad(num_sequences=32, num_cached=3200)
     told = inference_pb2.NodeLoad(ranks=[inference_pb2.RankLoad(rank=0)], step_tokens=STEPS)
     node = SimpleNamespace(
-        name="n", steps=counts, step_age_s=0.0, num_divided_passes=0, node_requests=NodeRequests(), load=lambda: told
+        name="n",
+        engine={},
+        steps=counts,
+        step_age_s=0.0,
+        num_divided_passes=0,
+        node_requests=NodeRequests(),
+        load=lambda: told,
     )
     end = SimpleNamespace(num_bytes=0, num_failed=0, seconds=Histogram())
     exposition = NodeExposition(node, end, end)

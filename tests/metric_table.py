@@ -49,7 +49,7 @@ def node_metrics() -> list[Metric]:
     load = inference_pb2.NodeLoad(ranks=[inference_pb2.RankLoad(rank=0)], tier=inference_pb2.TierLoad())
     counts = {"steps": StepCounts(), "speculation": SpeculationCounts(), "clock": StepClock()}
     numbers = {"step_age_s": 0.0, "num_divided_passes": 0}
-    node = SimpleNamespace(name="n", **counts, **numbers, node_requests=NodeRequests(), load=lambda: load)
+    node = SimpleNamespace(name="n", engine={}, **counts, **numbers, node_requests=NodeRequests(), load=lambda: load)
     transport = SimpleNamespace(num_shared_bytes=0)
     end = SimpleNamespace(num_bytes=0, num_failed=0, seconds=Histogram(), transport=transport)
     return list(families(NodeExposition(node, end, end).figures()))

@@ -73,6 +73,8 @@ async def test_a_prompt_of_its_own(tmp_path):
         assert parts.pop(DRAFT) == 0
         assert min(parts.values()) > 0
         assert told["splitserve_draining"] == told["splitserve_step_age_seconds"] == 0
+        facts = [node.engine.description.get(key, "") for key in ("device", "attention", "program")]
+        assert told[f"splitserve_engine_info {' '.join(facts)}"] == 1
         node.node.drain()
         assert told_by(node)["splitserve_draining"] == 1
 

@@ -4,9 +4,9 @@ import json
 
 import torch
 
-from splitserve_bench.device_report import DONE, FAILED, NEVER, kept_report, step_rows, verdict, write_report
+from splitserve_bench.device_report import DONE, FAILED, NEVER, kept_report, verdict, write_report
 from splitserve_bench.doctor.environment import find_environment
-from tests.device_table import PAGE, page
+from tests.device_table import PAGE, page, table
 from tests.doc_table import DOCS
 
 STEPS = {
@@ -19,12 +19,14 @@ def test_a_report_says_what_ran_where(tmp_path):
     assert kept_report(tmp_path / "report.json") is None
     write_report(tmp_path, "some model", STEPS)
     report = kept_report(tmp_path / "report.json")
+    report["about"]["device"] = "NVIDIA H200"
     assert report["steps"] == json.loads(json.dumps(STEPS))
     said = verdict(report)
     assert torch.__version__ in said
     assert said.endswith("1 of 2 steps done; not tests (failed)")
-    assert step_rows(report)[1] == ("tests", "failed, 9.0 s", "2 failed, 330 passed")
-    assert (verdict(None), step_rows(None)) == (NEVER, [])
+    assert "| tests | failed, 9.0 s | 2 failed, 330 passed |" in table(report)
+    assert verdict(None) == NEVER
+    assert verdict({**report, "about": {**report["about"], "device": "CPU"}}) == NEVER, "a trial without a device"
 
 
 def test_doctor_and_pages_say_what_the_kept_report_says():
