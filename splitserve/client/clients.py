@@ -438,7 +438,7 @@ def _calling(target: str, closed: asyncio.Event) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise from_rpc_error(error, target) from error
+        raise (_closed() if closed.is_set() else from_rpc_error(error, target)) from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():

@@ -5,9 +5,9 @@ SplitServeError
     ├── Refused              the request cannot be served as it is: change it
     ├── Unauthenticated      the API key is missing or wrong
     ├── Overloaded           a queue is full, or an SLO could not be met: try again later
-    ├── Unavailable          no server, no node, draining, or a node was lost: try again later
+    ├── Unavailable          no server, no node, draining, a node was lost, or the server cancelled: try again later
     ├── DeadlineExceeded     the call's deadline has passed
-    ├── Cancelled            the call was cancelled
+    ├── Cancelled            this client was closed during the call
     └── ServerFault          anything else
 """
 
@@ -66,7 +66,7 @@ class Overloaded(ClientError):
 
 
 class Unavailable(ClientError):
-    """No server answers, no node can serve, or a node was lost; try again later."""
+    """No server answers, no node can serve, a node was lost, or the server or a proxy cancelled; try again later."""
 
 
 class DeadlineExceeded(ClientError):
@@ -74,7 +74,7 @@ class DeadlineExceeded(ClientError):
 
 
 class Cancelled(ClientError):
-    """The call was cancelled, by the server or by closing the client."""
+    """The client was closed during the call."""
 
 
 class ServerFault(ClientError):
@@ -91,7 +91,7 @@ _CLASSES: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.CANCELLED: Unavailable,  # the server's or a proxy's: the client's own is no RpcError
 }
 
 

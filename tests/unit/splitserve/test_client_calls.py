@@ -48,7 +48,7 @@ OWN_ADDRESSES = sorted(
         (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", Unauthenticated),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", Overloaded),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", DeadlineExceeded),
-        (grpc.StatusCode.CANCELLED, "", Cancelled),
+        (grpc.StatusCode.CANCELLED, "", Unavailable),
         (grpc.StatusCode.INTERNAL, "ENGINE_ERROR", ServerFault),
         (grpc.StatusCode.DATA_LOSS, "KV_CHECKSUM_MISMATCH", ServerFault),
     ],

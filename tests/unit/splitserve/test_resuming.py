@@ -105,6 +105,13 @@ def test_a_call_that_breaks_off_behind_its_end_has_ended_well(asked):
     assert text_of(asked(script)) == "a"
 
 
+def test_a_call_that_the_server_or_a_proxy_cancels_goes_on(asked):
+    """It is not the client's own: a proxy resets the streams of a server that it has lost with CANCEL."""
+    script = Breaking([chunk("a", 0, [97]), refusal(grpc.StatusCode.CANCELLED, "reset", "")], [complete()])
+    chunks = asked(script)
+    assert (text_of(chunks), chunks[-1].completion.num_resumes) == ("a", 1)
+
+
 def test_a_call_may_break_off_again_and_again(asked):
     pieces = [(index, 97 + index) for index in range(4)]
     script = Breaking(*([chunk(chr(byte), index, [byte]), DRAINING] for index, byte in pieces), [complete()])
