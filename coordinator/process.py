@@ -4,7 +4,6 @@ SIGHUP makes the process reread its file of API keys; without such a file SIGHUP
 """
 
 import asyncio
-import gc
 import signal
 
 from coordinator.lease import Lease
@@ -12,6 +11,7 @@ from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
 from serving_core.flags import settings_command
 from serving_core.net.descriptors import kept_spares
+from serving_core.process.heap import collect_seldom
 from serving_core.process.run import ending_signals, run_process
 from serving_core.tasks import first_to_end
 
@@ -44,7 +44,7 @@ async def _serve_until_stopped(server: CoordinatorServer, lease: Lease, settings
     else:
         lease.take()  # whoever has it instead has the ports too, which the start reports
     await server.start()
-    gc.freeze()  # what is loaded stays: no need to scan it in each collection
+    collect_seldom()
     try:
         await first_to_end(stopping.wait(), server.open())
         await first_to_end(stopping.wait(), server.wait())

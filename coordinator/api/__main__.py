@@ -5,7 +5,6 @@ at the fleet address, and resumes the calls there that an earlier coordinator ha
 """
 
 import asyncio
-import gc
 import os
 import signal
 import socket
@@ -25,6 +24,7 @@ from protos import api_servers_pb2, api_servers_pb2_grpc, inference_pb2, inferen
 from serving_core.flags import settings_command
 from serving_core.net.channels import API_SERVER_OPTIONS, channel_credentials
 from serving_core.net.descriptors import kept_spares
+from serving_core.process.heap import collect_seldom
 from serving_core.process.run import ending_signals, run_process
 from serving_core.tasks import first_to_end
 
@@ -126,7 +126,7 @@ class ApiServer:
             self._public.reread_api_keys()  # the keys may have changed before this server could be told
         self._public.listen()
         await self._public.start()
-        gc.freeze()  # what is loaded stays: no need to scan it in each collection
+        collect_seldom()
         self._control.opened()
         while True:
             await self._changed()

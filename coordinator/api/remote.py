@@ -235,7 +235,7 @@ class RemoteControl:
         self._send(refused=api_servers_pb2.RefusedCall(info=info, error=error_to_wire(error)))
 
     def count_call(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """Report a finished HTTP call to the coordinator, for its metrics. Dropped while not attached."""
+        """Report a finished HTTP call to the coordinator, for its metrics; while not attached, to the next one."""
         self._send(http_call=api_servers_pb2.HttpCall(handler=handler, method=method, status=status, seconds=seconds))
 
     async def begin(
@@ -340,10 +340,8 @@ class RemoteControl:
     def _send(self, **event: Any) -> None:
         """Queue an event, named by its oneof field. While detached, counts are kept and other events dropped: `_attach`
         sends the calls."""
-        if self._unsent is None:
-            self._keep(api_servers_pb2.ApiServerEvent(**event))
-            return
-        self._queue(api_servers_pb2.ApiServerEvent(**event))
+        put = self._keep if self._unsent is None else self._queue
+        put(api_servers_pb2.ApiServerEvent(**event))
 
     def _queue(self, event: api_servers_pb2.ApiServerEvent) -> None:
         assert self._unsent is not None, "no coordinator is there"
