@@ -6,7 +6,6 @@ import logging
 import socket
 import sys
 import time
-from types import TracebackType
 from typing import Final, Self
 
 from coordinator.settings import CoordinatorSettings
@@ -23,7 +22,7 @@ class Lease:
     """The right to serve at a fleet port, which ends with the process that holds it.
 
     The lease is a name that one socket of the network namespace can have at a time. Platforms without such names have
-    no lease, and a fleet port that the system chooses needs none. A context manager.
+    no lease, and a fleet port that the system chooses needs none. An asynchronous context manager.
     """
 
     def __init__(self, settings: CoordinatorSettings) -> None:
@@ -31,10 +30,10 @@ class Lease:
         self._socket = socket.socket(socket.AF_UNIX)
         self._is_needed = sys.platform == "linux" and settings.fleet_port > 0
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._socket.close()
 
     def take(self) -> bool:

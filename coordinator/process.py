@@ -5,6 +5,7 @@ SIGHUP makes the process reread its file of API keys; without such a file SIGHUP
 
 import asyncio
 import signal
+from typing import TYPE_CHECKING
 
 from coordinator.lease import Lease
 from coordinator.server import CoordinatorServer
@@ -14,6 +15,9 @@ from serving_core.net.descriptors import kept_spares
 from serving_core.process.heap import collect_seldom
 from serving_core.process.run import ending_signals, run_process
 from serving_core.tasks import first_to_end
+
+if TYPE_CHECKING:  # its imports take time
+    from coordinator.kubernetes_lease import KubernetesLease
 
 
 def run(settings: CoordinatorSettings) -> None:
@@ -25,12 +29,21 @@ def run(settings: CoordinatorSettings) -> None:
 
 
 async def _serve(settings: CoordinatorSettings) -> None:
-    async with kept_spares():
-        with Lease(settings) as lease:
-            await _serve_until_stopped(CoordinatorServer(settings), lease, settings)
+    async with kept_spares(), _lease(settings) as lease:
+        await _serve_until_stopped(CoordinatorServer(settings), lease, settings)
 
 
-async def _serve_until_stopped(server: CoordinatorServer, lease: Lease, settings: CoordinatorSettings) -> None:
+def _lease(settings: CoordinatorSettings) -> "Lease | KubernetesLease":
+    if not settings.standby_lease:
+        return Lease(settings)
+    from coordinator.kubernetes_lease import KubernetesLease, LeaseApi
+
+    return KubernetesLease(LeaseApi.of_this_pod(settings.standby_lease))
+
+
+async def _serve_until_stopped(
+    server: CoordinatorServer, lease: "Lease | KubernetesLease", settings: CoordinatorSettings
+) -> None:
     stopping, forced = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in ending_signals():  # handled before the start, since clients may be served at once
@@ -41,7 +54,7 @@ async def _serve_until_stopped(server: CoordinatorServer, lease: Lease, settings
         await first_to_end(stopping.wait(), lease.taken(server.ports))
         if stopping.is_set():
             return
-    else:
+    elif isinstance(lease, Lease):
         lease.take()  # whoever has it instead has the ports too, which the start reports
     await server.start()
     collect_seldom()

@@ -57,6 +57,11 @@ class CoordinatorSettings:
         "Wait while another coordinator of this machine serves at these ports, and take its place when "
         "it ends. Nodes and API servers that were started by themselves attach again, and streams go on.",
     )
+    standby_lease: str = flag(
+        "",
+        "Let the Lease of this name, of Kubernetes, decide which coordinator of the pod's namespace serves, with "
+        "--standby; the service account must be allowed to get, create and update leases.",
+    )
     stream_interval: int = flag(
         1,
         "Send this many tokens in one message of a stream, after its first token; the last message may have fewer.",
@@ -237,6 +242,8 @@ def check_settings(settings: CoordinatorSettings) -> None:
         )
     if settings.standby and (sys.platform != "linux" or 0 in (settings.grpc_port, settings.fleet_port)):
         raise SettingsError("standby needs Linux, and ports of its own choice: --grpc-port and --fleet-port above 0")
+    if settings.standby_lease and not settings.standby:
+        raise SettingsError(f"standby_lease ({settings.standby_lease}) needs --standby")
     origins(settings.allowed_origins)
     parse_slo_classes(settings.slo_class)
     _check_template_kwargs(settings.chat_template_kwargs)

@@ -36,7 +36,8 @@ GROUPS: Final = {
     ),
     "Network": (
         *("host", "grpc_port", "http_host", "http_port", "fleet_host", "fleet_port", "coordinator", "name"),
-        *("kv_bind", "kv_transport", "kv_shared_memory", "max_connections", "max_connections_per_peer", "standby"),
+        *("kv_bind", "kv_transport", "kv_shared_memory", "max_connections", "max_connections_per_peer"),
+        *("standby", "standby_lease"),
     ),
     "Security": (
         *("api_key", "api_keys_file", "admin_key", "fleet_secret", "tls_cert", "tls_key", "tls_ca"),

@@ -232,7 +232,7 @@ class Place:
 # Flags of the processes that the plan sets.
 PLANNED: Final = frozenset(
     {"model", "host", "fleet_host", "fleet_port", "fleet_secret", "coordinator", "name", "kv_bind", "cpus"}
-    | {"tensor_parallel_size", "pipeline_parallel_size", "instance_id", "standby"}
+    | {"tensor_parallel_size", "pipeline_parallel_size", "instance_id", "standby", "standby_lease"}
     | {"health_host", "health_port", "metrics_host", "metrics_port", "kv_order"}
 ) | {field.name for field in dataclasses.fields(ClusterSettings)}
 

@@ -49,7 +49,8 @@ capabilities:
 
 {{/*
 The template of a component's pods. In: root, component, container (name, args, env, ports, probes, preStop, resources), settings,
-image, keys (of the Secret), certificate (that the process shows), drainSeconds; pool, mounts, volumes, scheduling or not.
+image, keys (of the Secret), certificate (that the process shows), drainSeconds; pool, mounts, volumes, scheduling,
+serviceAccount or not.
 */}}
 {{- define "splitserve.template" -}}
 {{- $values := .root.Values }}
@@ -57,7 +58,10 @@ metadata:
   labels: {{- include "splitserve.labels" . | nindent 4 }}
 spec:
   terminationGracePeriodSeconds: {{ add .drainSeconds 30 }} # SIGTERM drains for drainSeconds
-  automountServiceAccountToken: false
+  {{- with .serviceAccount }}
+  serviceAccountName: {{ . }}
+  {{- end }}
+  automountServiceAccountToken: {{ not (empty .serviceAccount) }}
   enableServiceLinks: false # else variables such as SPLITSERVE_PORT are addresses of services
   shareProcessNamespace: true # else SIGTERM is lost on a process that has not come to its own handler yet
   securityContext:

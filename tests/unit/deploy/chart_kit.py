@@ -25,7 +25,12 @@ SERVICE_IP = "10.96.0.7"
 INJECTED = {"LWS_LEADER_ADDRESS": "llm-decode-0.llm-decode", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "0"}
 WORKLOADS = ("Deployment", "LeaderWorkerSet")
 EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CHART / "examples").glob("*.yaml"))}
-VARIANTS = {"default": {}, **EXAMPLES, "default with TLS": {"tls": {"enabled": True}}}
+VARIANTS = {
+    "default": {},
+    **EXAMPLES,
+    "default with TLS": {"tls": {"enabled": True}},
+    "standby": {"coordinator": {"standby": True}, "apiServers": {"replicas": 2}},
+}
 
 # Helm is a Go runtime, with threads and signal handlers of its own, and stays out of this process.
 _RENDER = """

@@ -22,6 +22,7 @@ from tests.unit.deploy.chart_kit import (
     WORKLOADS,
     component,
     container,
+    flags_of,
     lint,
     named,
     objects,
@@ -117,6 +118,7 @@ REFUSED = {  # values, and what the error names
         {"poolDefaults": {"engine": "vllm", "image": "v:1", "podsPerNode": 2}},
         "a node with vLLM has one pod",
     ),
+    "a standby for clients": ({"coordinator": {"standby": True}}, "coordinator.standby needs apiServers.replicas"),
     "ranks in the clear, with TLS": ({"tls": {"enabled": True}, "poolDefaults": {"podsPerNode": 2}}, "trusted-network"),
 }
 
@@ -177,7 +179,7 @@ def selected(selector, labels):
 def test_selectors_find_the_pods_that_are_there(variant):
     labels = {name: pod["metadata"]["labels"] for name, pod in pods(variant).items()}
     for thing in objects(variant):
-        spec = thing["spec"]
+        spec = thing.get("spec", {})
         selector = spec.get("podSelector") or spec.get("selector")
         if selector is None:
             continue
@@ -233,7 +235,9 @@ def test_every_volume_is_there_and_used(variant):
 def test_pods_may_do_no_more_than_they_must(variant):
     for pod in pods(variant).values():
         spec = pod["spec"]
-        assert spec["automountServiceAccountToken"] is False
+        asks_kubernetes = variant == "standby" and component(pod) == "coordinator"
+        assert spec["automountServiceAccountToken"] is asks_kubernetes
+        assert ("serviceAccountName" in spec) is asks_kubernetes
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] > 0
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -243,6 +247,22 @@ def test_pods_may_do_no_more_than_they_must(variant):
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }
+
+
+def test_a_coordinator_with_a_standby_may_ask_for_its_lease_alone(tmp_path, monkeypatch):
+    pod = pods("standby")["coordinator"]
+    (create, change) = named("standby", "Role", "-coordinator")["rules"]
+    assert create["verbs"] == ["create"]
+    assert set(change["verbs"]) == {"get", "update"}
+    flags = flags_of("standby", pod, tmp_path, monkeypatch)
+    assert change["resourceNames"] == [flags["standby_lease"]]
+    assert flags["standby"]
+    binding = named("standby", "RoleBinding", "-coordinator")
+    (subject,) = binding["subjects"]
+    assert subject["name"] == pod["spec"]["serviceAccountName"] == f"{RELEASE}-coordinator"
+    assert subject["namespace"] == NAMESPACE
+    assert binding["roleRef"]["name"] == f"{RELEASE}-coordinator"
+    assert not objects("default", "Role", "RoleBinding", "ServiceAccount")
 
 
 # ---- rollouts, disruptions, scale ----
@@ -255,7 +275,9 @@ def test_no_node_and_no_api_server_goes_before_another_one_is_ready(variant):
     assert all(each["maxUnavailable"] == 1 for each in budgets.values())
     for name, workload in workloads(variant).items():
         if name == "coordinator":
-            assert (workload["spec"]["replicas"], workload["spec"]["strategy"]) == (1, {"type": "Recreate"})
+            rolling = {"rollingUpdate": {"maxUnavailable": "100%", "maxSurge": "100%"}, "type": "RollingUpdate"}
+            wanted = (2, rolling) if variant == "standby" else (1, {"type": "Recreate"})
+            assert (workload["spec"]["replicas"], workload["spec"]["strategy"]) == wanted
         elif workload["kind"] == "LeaderWorkerSet":
             assert workload["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
             rolling = workload["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"]
