@@ -107,13 +107,16 @@ def next_step(works: Sequence[Work], node_requests: NodeRequests, leases: Leases
     must be undone except a block that a sequence may have got one step early.
 
     The list is empty if the running step is not a decode step of all sequences, if another request could be part of the
-    next one, if a sequence is at its last token or may have blocks on other nodes, or if blocks are short.
+    next one, if a sequence is at its last token, takes a checkpoint or may have blocks on other nodes, or if blocks are
+    short.
     """
     if not (running := node_requests.steady(works)):
         return []
     block_size, num_state_blocks = leases.block_size, leases.num_state_blocks
     growing, num_missing = [], 0
     for node_request, work in zip(running, works, strict=True):
+        if num_state_blocks and leases.is_checkpoint_due(node_request, work.start + 1):
+            return []
         if node_request.num_computed + 2 > (len(work.block_ids) - num_state_blocks) * block_size:
             growing.append((node_request, leases.num_missing(node_request, node_request.num_computed + 2)))
             num_missing += growing[-1][1]

@@ -373,8 +373,10 @@ class NodeScheduler:
         while self._refuse_hopeless() or (not works and self._unblock()):
             self._admit()
             works = works or self._plan(now)
-        for node_request, work in zip(self._node_requests.of_each(works), works, strict=True):
+        for index, (node_request, work) in enumerate(zip(self._node_requests.of_each(works), works, strict=True)):
             node_request.num_in_step = 1 + len(work.draft_tokens)
+            if self._leases.is_checkpoint_due(node_request, work.start):
+                works[index] = self._leases.take_checkpoint(node_request, work)
             if not node_request.has_first_token and node_request.prefill_began_s is None:
                 node_request.prefill_began_s = now
         return works

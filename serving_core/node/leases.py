@@ -24,9 +24,10 @@ from serving_core.node.prefix import (
     state_names,
 )
 from serving_core.node.requests import NodeRequest, RequestState
+from serving_core.requests import Work
 
 MAX_CHECKPOINT_SHARE: Final = 1 / 4  # of the pool's blocks: then the least recently used checkpoint is dropped
-MIN_CHECKPOINT_TOKENS: Final = 64  # that a checkpoint saves
+MIN_CHECKPOINT_TOKENS: Final = 64  # that a checkpoint saves, beyond an earlier one
 
 
 class PrefixFetch(NamedTuple):
@@ -172,15 +173,46 @@ class Leases:
         num_full = node_request.num_computed // self._layout.block_size
         if num_full <= lease.num_published or not self._allocator.caching or node_request.distributed is not None:
             return
-        if self.num_state_blocks and node_request.num_computed not in node_request.checkpoint_ends:
-            return
+        if not self.num_state_blocks:
+            self._publish(node_request, lease, num_full)
+        elif node_request.num_computed in node_request.checkpoint_ends:
+            self._publish(node_request, lease, num_full)
+            self._take_checkpoint(node_request, lease)
+
+    def _publish(self, node_request: NodeRequest, lease: BlockLease, num_full: int) -> None:
         names = node_request.names
         if (num_new := num_full - len(names.names)) > 0:
             others = [self._own_numerics_id(node_request)] * (num_new - 1)
             names.add(node_request.request.token_ids, self._numerics_id(node_request), *others)
         lease.publish(names.names)
-        if self.num_state_blocks:
-            self._take_checkpoint(node_request, lease)
+
+    def is_checkpoint_due(self, node_request: NodeRequest, num_computed: int) -> bool:
+        """Return whether a sequence is to take a checkpoint of its fixed state behind `num_computed` tokens, before the
+        step that computes the next ones.
+        """
+        if not self.num_state_blocks or num_computed % self._layout.block_size or not self._allocator.caching:
+            return False
+        is_here = node_request.state is RequestState.RUNNING and node_request.migration is None
+        last = (node_request.num_cached_blocks * self._layout.block_size, *node_request.checkpoint_ends)[-1]
+        return is_here and node_request.distributed is None and num_computed - last >= MIN_CHECKPOINT_TOKENS
+
+    def take_checkpoint(self, node_request: NodeRequest, work: Work) -> Work:
+        """Take the checkpoint that is due in place of the sequence's last one; return `work`, which reads from it.
+
+        A checkpoint of the prompt stays. `work` is the sequence's part of the next step, and must become part of it:
+        only that step fills the state blocks that the sequence has from now on.
+        """
+        lease, ends, size = node_request.lease, node_request.checkpoint_ends, self._layout.block_size
+        assert lease is not None
+        self._publish(node_request, lease, work.start // size)
+        node_request.checkpoint_ends = (work.start,)
+        if ends and ends[-1] >= node_request.request.num_prompt_tokens:
+            last = node_request.names.names[ends[-1] // size - 1]
+            self._checkpoints.pop(last, None)
+            self._allocator.drop(self._state_names([last]))
+        self._take_checkpoint(node_request, lease)
+        source = node_request.state_source
+        return work if source is None else work._replace(state_ids=source.block_ids)
 
     def _take_checkpoint(self, node_request: NodeRequest, lease: BlockLease) -> None:
         """Publish the state behind the request's full blocks, unless it is cached or blocks are short."""
@@ -201,6 +233,7 @@ class Leases:
         is_elsewhere = node_request.incoming is not None or node_request.distributed is not None
         if is_elsewhere or not self._allocator.caching:
             return ()
+        num_cacheable = _num_before_last(node_request, num_cacheable)
         known, _ = self._find_named(node_request.names, node_request.request.token_ids, num_cacheable)
         ends, size = list[int](), self._layout.block_size
         for end in (len(known) * size, self._full_blocks(num_cacheable) * size):
@@ -214,7 +247,7 @@ class Leases:
         `made` has the numerics ids of all blocks on that node, as runs (numerics id, number of blocks). Copies keep
         their hashes, unless other blocks precede them here or `made` does not cover them.
         """
-        if not self._allocator.caching or self.num_state_blocks:
+        if not self._allocator.caching:
             return
         num_tokens = node_request.num_computed
         names, num_full = node_request.names, self._full_blocks(num_tokens)
@@ -368,6 +401,7 @@ class Leases:
             num_blocks = self.blocks_for(len(token_ids) + 1) + self.num_state_blocks
             if node_request.incoming is not None or num_blocks > self._allocator.num_blocks:
                 return [], []
+            num_tokens = _num_before_last(node_request, num_tokens)
         names, numerics_ids = self._find_named(node_request.names, token_ids, num_tokens)
         num_found = num_alike(numerics_ids) if node_request.is_arriving else len(numerics_ids)
         if self.num_state_blocks:
@@ -399,3 +433,10 @@ class Leases:
 
     def _full_blocks(self, num_tokens: int) -> int:
         return num_tokens // self._layout.block_size
+
+
+def _num_before_last(node_request: NodeRequest, num_tokens: int) -> int:
+    """Return at most `num_tokens` of the tokens that the node is to compute: all but the last one, whose step reads the
+    state of a checkpoint and writes the request's own.
+    """
+    return min(num_tokens, node_request.num_computed + node_request.num_to_compute - 1)

@@ -9,6 +9,7 @@ import pytest
 import coordinator.dispatcher
 import engine.stepper
 import kv_transfer.descriptor
+import serving_core.node.leases
 import serving_node.link
 import serving_node.ranks.follower
 import serving_node.runner
@@ -30,6 +31,7 @@ def simulated(monkeypatch):
     draws = SimpleNamespace(token_bytes=lambda count: _draw(count), token_hex=lambda count: _draw(count).hex())
     for module in (kv_transfer.descriptor, serving_node.runner):
         monkeypatch.setattr(module, "secrets", draws)
+    monkeypatch.setattr(serving_core.node.leases, "MIN_CHECKPOINT_TOKENS", 4)  # one block
     monkeypatch.setattr(serving_node.runner, "resident_bytes", lambda: 0)
     monkeypatch.setattr(serving_node.ranks.follower, "resident_bytes", lambda: 0)
     monkeypatch.setattr(grpc.aio, "insecure_channel", Channel)

@@ -4,7 +4,7 @@ A step of the engine writes KV to the pool layer by layer, and samples from what
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from types import SimpleNamespace
 
@@ -45,35 +45,52 @@ class Sizes:
     max_num_seqs: int
     overlap_min_tokens: int
     is_batch_invariant: bool
+    num_state_blocks: int = 0  # of a request, beside its KV
+
+    @property
+    def layout(self):
+        return replace(LAYOUT, state_bytes=self.num_state_blocks * LAYOUT.block_bytes)
 
 
 class Pool(ByteStore):
-    """The KV of one node; garbage at first. Whoever writes to it is noted."""
+    """The KV of one node; garbage at first. Whoever writes to it is noted.
 
-    def __init__(self, num_blocks, seed, wrote):
-        super().__init__(LAYOUT, num_blocks, seed)
+    With a fixed state, the key of a request's last token lies there too, again and again, and is read from there.
+    """
+
+    def __init__(self, num_blocks, seed, wrote, layout=LAYOUT):
+        super().__init__(layout, num_blocks, seed)
         self.wrote = wrote
         self.opening = -1  # the epoch whose channels are being made
+        self.num_continued = 0  # steps, in each layer, that read a checkpoint of the state
 
     def heads(self, heads):
         return _Opened(self, self.opening)
+
+    @property
+    def num_state_blocks(self):
+        return self.layout.num_state_blocks
 
     def compute(self, share, request_salt, epoch, layer):
         """Writes the KV of a share in one layer, from that of the token before as it lies there."""
         keys, values = self._caches[layer]
         position = share.start
-        before = self._key(share, position - 1, keys) if position else first_key(request_salt)
+        before = self._key_before(share, layer) if position else first_key(request_salt)
         for token_id in share.token_ids:
             before, start = key_after(before, token_id, layer), self._place(share, position)
             keys[start : start + KEY_BYTES] = before
             values[start : start + KEY_BYTES] = value_of(token_id, position)
             position += 1
-        self.wrote(share.block_ids[share.start // BLOCK_SIZE : -(-position // BLOCK_SIZE)], epoch, "step")
+        states = share.block_ids[: self.num_state_blocks]
+        if states:
+            self.write(layer, states, *[before * BLOCK_SIZE * len(states)] * 2)
+        written = share.block_ids[len(states) :][share.start // BLOCK_SIZE : -(-position // BLOCK_SIZE)]
+        self.wrote([*states, *written], epoch, "step")
 
     def sample(self, share):
         """What follows the last token of a share."""
         num_tokens = share.start + share.num_tokens
-        block_ids = share.block_ids[: -(-num_tokens // BLOCK_SIZE)]
+        block_ids = share.block_ids[self.num_state_blocks :][: -(-num_tokens // BLOCK_SIZE)]
         caches = chain.from_iterable(self.read(layer, block_ids) for layer in LAYOUT.layers)
         return next_token([bytes(cache[: num_tokens * KEY_BYTES]) for cache in caches])
 
@@ -81,20 +98,26 @@ class Pool(ByteStore):
         """Flips a bit of a token's key."""
         self._caches[layer][0][self._place(share, position)] ^= 1
 
-    def _key(self, share, position, keys):
-        start = self._place(share, position)
-        return bytes(keys[start : start + KEY_BYTES])
+    def _key_before(self, share, layer):
+        if not self.num_state_blocks:
+            start = self._place(share, share.start - 1)
+            return bytes(self._caches[layer][0][start : start + KEY_BYTES])
+        self.num_continued += bool(share.state_ids)
+        states = share.state_ids or share.block_ids[: self.num_state_blocks]
+        kept = b"".join(self.read(layer, states))
+        before = kept[:KEY_BYTES]
+        return before if kept == before * (len(kept) // KEY_BYTES) else b"of several tokens"
 
     def _place(self, share, position):
         block, offset = divmod(position, BLOCK_SIZE)
-        return (share.block_ids[block] * BLOCK_SIZE + offset) * KEY_BYTES
+        return (share.block_ids[self.num_state_blocks + block] * BLOCK_SIZE + offset) * KEY_BYTES
 
 
 class _Opened:
     """The pool as the channels of one transfer see it."""
 
     def __init__(self, pool, epoch):
-        self.layout = LAYOUT
+        self.layout = pool.layout
         self._pool, self._epoch = pool, epoch
 
     def heads(self, heads):
@@ -119,7 +142,6 @@ class _Receiver(KVReceiver):
 class SimulatedEngine:
     """What NodeRunner asks of an engine. A step is a generator: it yields seconds, and returns tokens."""
 
-    layout = model_layout = LAYOUT
     fingerprint = FINGERPRINT
     eos_token_ids = ()
     kv_pool_bytes = weight_bytes = 0
@@ -130,7 +152,8 @@ class SimulatedEngine:
 
     def __init__(self, name, sizes, pool, random):
         self.num_blocks, self.is_batch_invariant = sizes.num_blocks, sizes.is_batch_invariant
-        self.max_model_len = sizes.num_blocks * BLOCK_SIZE
+        self.layout = self.model_layout = sizes.layout
+        self.max_model_len = (sizes.num_blocks - sizes.num_state_blocks) * BLOCK_SIZE
         self.numerics = numerics_of({"node": name})
         self.description = self.numerics_facts = {}
         self.pool, self._random = pool, random
@@ -161,7 +184,7 @@ class SimulatedNode:
     def __init__(self, name, role, sizes, network, process, record, random):
         self.name, self.role, self.process = name, role, process
         self._record, self._loop = record, network.loop
-        pool = Pool(sizes.num_blocks, random.getrandbits(32), self._wrote)
+        pool = Pool(sizes.num_blocks, random.getrandbits(32), self._wrote, sizes.layout)
         self.engine = SimulatedEngine(name, sizes, pool, random)
         self.sender = KVSender(network.dialer(), pool, deadline_s=TRANSFER_TIMEOUT_S)
         self.receiver = _Receiver(network.listener(name), pool)
@@ -193,6 +216,7 @@ class SimulatedNode:
             {
                 "lives": 1,
                 "handed over": self.receiver.num_bytes // LAYOUT.block_bytes,
+                "continued": self.engine.pool.num_continued,
                 "corrupt": self.receiver.num_corrupt_blocks,
                 "preempted": self.runner.load().num_preemptions,
             }

@@ -79,12 +79,14 @@ def plan_of(seed, kinds=FAULTS):
     asks = _asks(random, num_blocks * BLOCK_SIZE)
     if random.random() < 0.3:  # no more than the largest request needs
         num_blocks = max(-(-(len(ask.prompt) + ask.max_tokens) // BLOCK_SIZE) for ask in asks)
+    num_state_blocks = Random(f"{seed} state").choice([0, 0, 1, 2])
     sizes = Sizes(
-        num_blocks=num_blocks,
+        num_blocks=num_blocks + num_state_blocks,
         max_num_batched_tokens=random.randint(6, 40),
         max_num_seqs=random.randint(1, 6),
         overlap_min_tokens=random.choice([2, 16]),
         is_batch_invariant=random.random() < 0.5,
+        num_state_blocks=num_state_blocks,
     )
     settings = CoordinatorSettings(
         max_restarts=random.choice([0, 2, 20, 20]),

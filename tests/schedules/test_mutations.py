@@ -10,6 +10,7 @@ from coordinator.control.scheduler import Scheduler
 from decode_node.preallocation import Preallocation
 from kv_transfer.payload import HostPayload
 from serving_core.net.numbering import Numbering
+from serving_core.node.leases import Leases
 from serving_node.transfers import Endings
 from tests.schedules.history import problems_of
 from tests.schedules.plan import FAULTS
@@ -91,6 +92,14 @@ def lost_message_not_noticed(monkeypatch):
     monkeypatch.setattr(Numbering, "check", lambda self, message: None)
 
 
+def state_overwritten(monkeypatch):
+    """Behind a checkpoint a sequence reads its state from the new blocks, to which nothing has been written."""
+    take_checkpoint = Leases.take_checkpoint
+    monkeypatch.setattr(
+        Leases, "take_checkpoint", lambda *arguments: take_checkpoint(*arguments)._replace(state_ids=())
+    )
+
+
 # What the checker says of each, by which faults it is found soonest, and the seed that the search begins with: one that
 # has found it, so that the search is short. From another one it takes some twenty seeds.
 BUGS = {
@@ -101,6 +110,7 @@ BUGS = {
     cancel_lost_between_halves: ("still holds", FAULTS, 16),
     credit_counted_twice: ("attempts held", FAULTS, 12),
     lost_message_not_noticed: ("still", {"spoil": 1}, 0),
+    state_overwritten: ("got the wrong token", FAULTS, 0),
 }
 
 

@@ -1,6 +1,7 @@
 """What blocks are called that a node computes itself or gets from another one."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,7 +9,7 @@ from serving_core.layout import KVLayout
 from serving_core.node.blocks import BlockAllocator
 from serving_core.node.leases import MAX_CHECKPOINT_SHARE, MIN_CHECKPOINT_TOKENS, Leases
 from serving_core.node.prefix import CHUNK, EITHER, MAX_NUMERICS_IDS, MIXED_NUMERICS, STEP, BlockNames, child_name
-from serving_core.node.requests import NodeRequest, RequestState
+from serving_core.node.requests import DecodePlace, NodeRequest, RequestState
 from serving_core.requests import Request, SamplingParams
 
 LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
@@ -17,6 +18,7 @@ HERE, THERE = b"-origin-", b"another-"
 READ_HERE, WRITTEN_HERE = HERE + CHUNK, HERE + STEP
 READ_THERE, WRITTEN_THERE = THERE + CHUNK, THERE + STEP
 TOKENS = list(range(40))
+MIGRATES = SimpleNamespace(migration=object())
 
 
 class House:
@@ -285,6 +287,90 @@ def test_a_prompt_that_fills_the_pool_begins_anew():
     assert house.run(prompt_of(0)) == ([88, 90], 0)
     assert house.run(prompt_of(0, 155))[1] == 0, "with the checkpoint it needed 44 blocks"
     assert house.run(prompt_of(0)) == ([88, 90], 0)
+
+
+def test_a_prompt_for_another_node_computes_its_last_token_behind_a_checkpoint():
+    """Computed again, when its first token is known: only a step moves the state to the blocks that are sent."""
+    house = Stateful()
+    for ends in ([84, 88], [88]):
+        request = Request("r", 1, prompt_of(0, 88), 88, SamplingParams(max_tokens=9))
+        node_request = NodeRequest(request, 1, BlockNames(ROOT, 4), RequestState.PREFILLING)
+        node_request.decode_place = DecodePlace.ELSEWHERE
+        request.token_ids.append(5)
+        assert house.leases.take(node_request, 88, num_cacheable=88, num_spare=0)
+        found = []
+        while node_request.num_to_compute:
+            house.step(node_request)
+            found.append(node_request.num_computed)
+        assert found == ends
+        assert node_request.state_source is None
+        house.leases.give_back(node_request)
+
+
+def decoding(house, prompt, num_tokens):
+    """A sequence behind so many tokens of its output, with the steps that read from a checkpoint."""
+    node_request, read_from = house.begin(prompt), []
+    while node_request.num_to_compute:
+        house.step(node_request)
+    node_request.state = RequestState.RUNNING
+    for token in range(num_tokens):
+        node_request.request.token_ids.append(token)
+        if missing := house.leases.num_missing(node_request, node_request.num_computed + 1):
+            house.leases.grow(node_request, missing)
+        work, written = node_request.work(1), list(node_request.lease.block_ids[:3])
+        if house.leases.is_checkpoint_due(node_request, work.start):
+            work = house.leases.take_checkpoint(node_request, work)
+            assert list(work.state_ids) == written, "where the step before has left the state"
+            assert not set(written) & set(work.block_ids[:3])
+            read_from.append(work.start)
+        node_request.num_computed += 1
+        house.leases.publish_all([node_request])
+        house.allocator.check_integrity()
+    return node_request, read_from
+
+
+def test_a_later_turn_goes_on_behind_the_output_of_the_turn_before():
+    house = Stateful(num_blocks=200)
+    node_request, taken = decoding(house, prompt_of(0), 200)
+    assert taken == [152, 216, 280], "64 tokens apart, the first behind the prompt's own at 88"
+    turn, beside = node_request.request.token_ids[:290], [*prompt_of(0), *[8] * 9]
+    house.leases.give_back(node_request)
+    assert house.run([*turn, *range(9)]) == ([299], 280)
+    assert house.run([*turn[:230], *[9] * 9])[1] == 88, "an earlier one of the output is gone"
+    assert house.run(beside)[1] == 88, "that of the prompt is not"
+
+
+def test_the_output_behind_a_prompt_from_another_node_takes_checkpoints():
+    house = Stateful(num_blocks=200)
+    node_request, _ = decoding(house, prompt_of(0, 12), 0)
+    house.leases.copied(node_request, [])
+    assert node_request.names.numerics_ids == [MIXED_NUMERICS] * 3
+    node_request.request.token_ids += [5] * 52
+    node_request.num_computed = 64
+    house.leases.grow(node_request, house.leases.num_missing(node_request, 65))
+    turn = [*node_request.request.token_ids, 1]
+    house.leases.take_checkpoint(node_request, node_request.work(0))
+    house.leases.give_back(node_request)
+    assert house.run(turn) == ([65], 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "due"),
+    [
+        ({}, True),
+        ({"state": RequestState.FROZEN}, False),
+        ({"distributed": object()}, False),
+        ({"outgoing": MIGRATES}, False),
+    ],
+)
+def test_a_sequence_that_goes_elsewhere_takes_no_checkpoint(change, due):
+    house = Stateful()
+    node_request, _ = decoding(house, prompt_of(0), 62)
+    for name, value in change.items():
+        setattr(node_request, name, value)
+    assert house.leases.is_checkpoint_due(node_request, 152) is due
+    assert not house.leases.is_checkpoint_due(node_request, 153)
+    assert not house.leases.is_checkpoint_due(node_request, 148)
 
 
 def test_no_checkpoint_is_taken_where_blocks_are_short():

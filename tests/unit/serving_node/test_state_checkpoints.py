@@ -55,3 +55,32 @@ async def test_nothing_is_kept_where_each_token_behind_a_prefix_takes_a_call(tmp
     async with running(tmp_path, num_blocks=400, engine={"model": str(folder)}) as node:
         assert [await num_cached_of(node, name, LONG) for name in ("first", "again")] == [0, 0]
         assert len(node.engine.plans) == 2 * NUM_TOKENS
+
+
+async def test_a_later_turn_is_found_behind_the_output_of_the_turn_before(folder, tmp_path):
+    """Behind the last multiple of 64 tokens from the prompt's checkpoint at 88 on, as many as were generated."""
+    async with running(tmp_path, num_blocks=400, engine={"model": str(folder)}) as node:
+        node.local("first", LONG, max_tokens=150)
+        await node.idle()
+        output = [token for kind, token in node.of("first") if kind in ("first_token", "step_tokens")]
+        turn = [*LONG, *output, 5, 1, 3]
+        assert await num_cached_of(node, "second", turn) == 88 + 2 * 64
+        [tokens] = generated(folder, [turn], NUM_TOKENS)
+        assert node.of("second") == told(tokens)
+
+
+async def test_a_node_that_decodes_a_prompt_of_another_node_prefills_the_later_turn_from_its_state(folder, tmp_path):
+    """The first checkpoint is behind the first full block of the output, at 92."""
+    async with fleet(tmp_path, "writer", "reader", num_blocks=400, engine={"model": str(folder)}) as (writer, reader):
+        carry_descriptors(writer, reader)
+        request = make_request("first", LONG, max_tokens=80)
+        reader.prefill(request)
+        writer.reserve(request)
+        await reader.idle()
+        await writer.idle()
+        said = [*reader.of("first"), *writer.of("first")]
+        output = [token for kind, token in said if kind in ("first_token", "step_tokens")]
+        turn = [*LONG, *output, 5, 1, 3]
+        assert await num_cached_of(writer, "second", turn) == 92 + 64
+        [tokens] = generated(folder, [turn], NUM_TOKENS)
+        assert writer.of("second") == told(tokens)
