@@ -71,11 +71,7 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
 
     coordinator, *nodes = (process.settings for process in processes)
     roles = [process.role for process in processes[1:]]
-    check_settings(coordinator)
-    check_fleet_tls(coordinator)
-    folder = Path(coordinator.model)
-    config = read_model_config(folder, coordinator.model_impl, coordinator.runner)
-    read_tokenizer(folder, chat_template=coordinator.chat_template)
+    folder, config = check_coordinator(coordinator)
     wanted_variants()
     for node in nodes:
         node.check()
@@ -94,7 +90,20 @@ def check_processes(processes: Sequence[Process], *, are_here: bool = True) -> N
         _check_memory(len(nodes), [*((node.engine, config) for node in nodes), *drafts], tier_bytes)
 
 
-def check_fleet_tls(coordinator: CoordinatorSettings) -> None:
+def check_coordinator(coordinator: CoordinatorSettings) -> tuple[Path, ModelConfig]:
+    """Return the model's folder and its configuration.
+
+    Raises SettingsError or ModelError if the coordinator would not start with them, or no node could reach it.
+    """
+    check_settings(coordinator)
+    _check_fleet_tls(coordinator)
+    folder = Path(coordinator.model)
+    config = read_model_config(folder, coordinator.model_impl, coordinator.runner)
+    read_tokenizer(folder, chat_template=coordinator.chat_template)
+    return folder, config
+
+
+def _check_fleet_tls(coordinator: CoordinatorSettings) -> None:
     """Raise SettingsError if the nodes could not use the coordinator's certificate to reach it and as their own."""
     tls = coordinator.tls
     if not tls.tls_ca:

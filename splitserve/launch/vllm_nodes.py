@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.settings import check_settings
-from coordinator.text.tokenizer import read_tokenizer
 from serving_core.errors import SettingsError
 from serving_core.flags import fields_of
 from serving_core.model_files.config import read_model_config
@@ -23,7 +21,7 @@ from splitserve.launch.cluster import (
     node_rooms,
     up_settings_class,
 )
-from splitserve.launch.preflight import check_fleet_tls
+from splitserve.launch.preflight import check_coordinator
 
 CHECK: Final = f"from {VLLM_PACKAGE}.seam import release; release()"
 CHECK_DEADLINE_S: Final = 60.0
@@ -55,16 +53,11 @@ def check_vllm_processes(processes: Sequence[Process]) -> None:
 
     The coordinator is the first of `processes`; the others have vLLM, all in one environment.
     """
-    coordinator = processes[0].settings
-    check_settings(coordinator)
-    check_fleet_tls(coordinator)
-    folder = Path(coordinator.model)
-    config = read_model_config(folder, coordinator.model_impl, coordinator.runner)
+    folder, config = check_coordinator(processes[0].settings)
     if config.embedder is not None:
         raise SettingsError("nodes with vLLM make no embeddings")
     if is_gguf(folder):
         raise SettingsError(f"--engine vllm needs a MODEL with safetensors files, and {folder} is of a GGUF file")
-    read_tokenizer(folder, chat_template=coordinator.chat_template)
     argv = processes[1].argv
     importlib.import_module(f"{VLLM_PACKAGE}.settings").check_vllm_flags(argv[argv.index("--") + 1 :])
     _check_python(argv[0])
