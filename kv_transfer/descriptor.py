@@ -1,5 +1,6 @@
 """Define the transfer descriptor, which names where the KV blocks of one request may be written."""
 
+import hashlib
 import secrets
 import socket
 from collections.abc import Sequence
@@ -190,8 +191,11 @@ class TransferDescriptor:
         prefill_pp: int = 1,
         decode_pp: int = 1,
         behind: bytes = b"",
+        secret: bytes = b"",
     ) -> "TransferDescriptor":
         """Return a descriptor with new random transfer ids, one for each channel.
+
+        With `secret` the ids derive from it and the epoch: all who have it make the same descriptor of an epoch.
 
         `addresses` holds the address of each decode rank, in rank order. The other arguments are fields of the
         descriptor. Raises TransferError if the number of addresses differs from the number of decode ranks, or if a
@@ -205,7 +209,8 @@ class TransferDescriptor:
             raise TransferError(f"{len(addresses)} addresses for {num_ranks} decode ranks")
         copies = plan_nodes(senders, receivers, layout.num_kv_heads, layout.layers)
         ends = tuple(
-            ChannelEnd(secrets.token_bytes(TRANSFER_ID_BYTES), addresses[copy.destination_rank]) for copy in copies
+            ChannelEnd(_transfer_id(secret, epoch, index), addresses[copy.destination_rank])
+            for index, copy in enumerate(copies)
         )
         sizes = (prefill_tp, decode_tp, num_blocks, num_cached_blocks, num_tokens)
         return cls(epoch, layout, *sizes, float(ttl_s), ends, prefill_pp, decode_pp, behind)
@@ -254,6 +259,12 @@ class TransferDescriptor:
             num_cached_blocks=self.num_cached_blocks,
             ttl_s=self.ttl_s,
         )
+
+
+def _transfer_id(secret: bytes, epoch: int, index: int) -> bytes:
+    if not secret:
+        return secrets.token_bytes(TRANSFER_ID_BYTES)
+    return hashlib.blake2b(f"{epoch} {index}".encode(), digest_size=TRANSFER_ID_BYTES, key=secret).digest()
 
 
 def _channel_end(fields: object) -> ChannelEnd:

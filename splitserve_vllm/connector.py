@@ -15,8 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from serving_core.errors import SettingsError
 from serving_core.process import failpoints
@@ -56,10 +59,17 @@ class SplitServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._kv_transfer_config.kv_connector_extra_config
+        # Kernels may divide the scheduler's blocks into smaller ones.
+        num_blocks = self._kv_cache_config.num_blocks
+        kv_caches = {name: group_kernel_blocks(cache, num_blocks) for name, cache in kv_caches.items()}
         store = VllmStore(kv_caches, self._block_size)
+        tp_size = self._vllm_config.parallel_config.tensor_parallel_size
+        num_kv_heads = store.layout.num_kv_heads * tp_size
         if config["kv_order"] == OUR_ORDER:
             store = OrderedStore(kv_caches, self._block_size, _places(next(iter(kv_caches.values()))))
-        self._worker = Worker(store, config)
+            num_kv_heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        whole = store.layout.with_heads(num_kv_heads)
+        self._worker = Worker(store, config, whole, get_tensor_model_parallel_rank(), tp_size)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -81,13 +91,11 @@ class SplitServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._worker is not None
         self._worker.end_step()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests that are sent, received and failed here; vLLM waits until all workers report one."""
         assert self._worker is not None
-        return self._worker.take_finished()
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        assert self._worker is not None
-        return self._worker.take_lost_blocks()
+        results = self._worker.take_results()
+        return KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     def shutdown(self) -> None:
         if self._worker is not None:

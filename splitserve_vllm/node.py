@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 from kv_transfer.descriptor import TransferDescriptor
-from kv_transfer.results import Received, TransferFailed
+from kv_transfer.results import Received, TransferFailed, combined
 from protos import convert, fleet_pb2, inference_pb2, ranks_pb2
 from protos.convert import PROTOCOL_VERSION
 from serving_core import reasons
@@ -28,7 +28,7 @@ from serving_core.version import VERSION
 from serving_node.ranks.leading import Followers
 from splitserve_vllm.prefixes import CachedPrefixes
 from splitserve_vllm.sampling import finish_of, sampling_fields, token_of
-from splitserve_vllm.scheduling import RECEIVE, SEND, SENDERS
+from splitserve_vllm.scheduling import ADDRESSES, RECEIVE, SEND, SENDERS
 from splitserve_vllm.seam import Stats, Token, VllmFacts
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,9 @@ class _Attempt:
     task: "asyncio.Task[None] | None" = None
     num_prefilled: int = 0  # prompt tokens that this node has computed or waits for
     has_descriptor: asyncio.Event = field(default_factory=asyncio.Event)
-    credited: asyncio.Event = field(default_factory=asyncio.Event)
+    num_credits: int = 0  # of workers
+    credited: asyncio.Event = field(default_factory=asyncio.Event)  # by all of them
+    results: list[Received | TransferFailed] = field(default_factory=list)  # of its transfer, by workers
     ended: "asyncio.Future[Received | TransferFailed] | None" = None  # of its transfer
     kept: asyncio.Event = field(default_factory=asyncio.Event)
     num_bytes_saved: int = 0  # of KV that vLLM had cached
@@ -93,7 +95,7 @@ class _Output(NamedTuple):
 
 
 class VllmNode:
-    """A node whose engine is vLLM, with one worker."""
+    """A node whose engine is vLLM, with a worker for each tensor-parallel rank."""
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class VllmNode:
         step_timeout_s: float,
         kv_events: Callable[[], Awaitable[bytes]],
     ) -> None:
-        """Create the node of a started vLLM, whose worker has joined `workers`. `kv_events` waits for events."""
+        """Create the node of a started vLLM, whose workers have joined `workers`. `kv_events` waits for events."""
         self._name, self._role, self._engine, self._workers, self._link = name, role, engine, workers, link
         self._rates = rates
         self._fingerprint, self._numerics = dict(fingerprint), dict(numerics)
@@ -160,7 +162,7 @@ class VllmNode:
             max_num_seqs=facts.max_num_seqs,
             max_num_batched_tokens=facts.max_num_batched_tokens,
             max_num_queued=self._max_num_queued,
-            tp_size=1,
+            tp_size=len(self._workers),
             pp_size=1,
             shape=convert.shape_to_wire(self._shape),
             home=convert.shape_to_wire(self._home),
@@ -432,7 +434,9 @@ class VllmNode:
     async def _decode(self, attempt: _Attempt, senders: tuple[int, int]) -> None:
         """Decode a prompt that a node with these tensor-parallel ranks and stages prefills."""
         request = attempt.request
-        outputs = self._generate(attempt, {RECEIVE: request.epoch, SENDERS: senders}, adds=False)
+        addresses = [self._workers.kv_addresses[rank] for rank in sorted(self._workers.kv_addresses)]
+        transfer = {RECEIVE: request.epoch, SENDERS: senders, ADDRESSES: addresses}
+        outputs = self._generate(attempt, transfer, adds=False)
         try:
             first = asyncio.ensure_future(anext(outputs))
             try:
@@ -559,23 +563,34 @@ class VllmNode:
     # ---- transfers ----
 
     def _take_event(self, rank: int, event: ranks_pb2.RankEvent) -> None:
-        """Take what the worker reports of a transfer."""
+        """Take what a worker reports of a transfer, which counts when all of them have reported it."""
         if event.HasField("credited"):
-            epoch = event.credited.epoch
-            if attempt := self._attempts.get(epoch):
-                attempt.credited.set()
-                attempt.num_bytes_saved = _num_bytes_saved(event.credited.descriptor)
-                reserved = fleet_pb2.Reserved(attempt=attempt.wire, descriptor=event.credited.descriptor)
-                self._link.send(reserved=reserved)
-            else:
-                self._release(epoch)  # it ended before vLLM had allocated its blocks
+            self._take_credit(event.credited)
             return
         ended = event.transfer_ended
         attempt = self._attempts.get(ended.epoch)
         if attempt is None or attempt.ended is None or attempt.ended.done():
             return
-        attempt.ended.set_result(_result(ended))
-        self._num_transfers_failed += not ended.ok and ended.reason != reasons.TRANSFER_ABORTED
+        attempt.results.append(_result(ended))
+        if len(attempt.results) == len(self._workers):
+            result = combined(attempt.results)
+            attempt.ended.set_result(result)
+            self._num_transfers_failed += (
+                isinstance(result, TransferFailed) and result.reason != reasons.TRANSFER_ABORTED
+            )
+        elif not ended.ok:
+            self._release(ended.epoch)  # the other workers' parts of it
+
+    def _take_credit(self, credited: ranks_pb2.Credited) -> None:
+        attempt = self._attempts.get(credited.epoch)
+        if attempt is None:
+            self._release(credited.epoch)  # it ended before vLLM had allocated its blocks
+            return
+        attempt.num_credits += 1
+        if attempt.num_credits == len(self._workers):
+            attempt.credited.set()
+            attempt.num_bytes_saved = _num_bytes_saved(credited.descriptor)
+            self._link.send(reserved=fleet_pb2.Reserved(attempt=attempt.wire, descriptor=credited.descriptor))
 
 
 def _result(ended: ranks_pb2.TransferEnded) -> Received | TransferFailed:

@@ -3,6 +3,7 @@
 import logging
 import os
 import platform
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from kv_transfer.descriptor import endpoint_of, host_of
-from serving_core.errors import RankLost, SettingsError
+from serving_core.errors import RankLost
 from serving_core.flags import settings_command
 from serving_core.model_files.config import ModelConfig, read_model_config
 from serving_core.model_files.fingerprint import fingerprint, model_facts
@@ -31,7 +32,7 @@ from serving_node.lifetime import serve
 from serving_node.link import FleetLink
 from serving_node.ranks.leading import Followers, end_at_once
 from splitserve_vllm.node import VllmNode
-from splitserve_vllm.seam import Stats, Vllm, VllmFacts, check_vllm, release
+from splitserve_vllm.seam import Stats, Vllm, VllmFacts, check_vllm, release, vllm_arguments
 from splitserve_vllm.settings import OUR_ORDER, VllmSettings, check_vllm_flags
 
 logger = logging.getLogger(__name__)
@@ -84,18 +85,19 @@ async def serve_node(settings: VllmSettings, vllm_flags: Sequence[str], role: st
     config = read_model_config(folder, "auto", "auto")
     await FleetLink(settings.link).check()  # before vLLM's start, which takes minutes
     check_vllm()
-    workers = Followers(1, silence_s=settings.step_timeout_s)
+    arguments = vllm_arguments(str(folder), vllm_flags)
+    workers = Followers(arguments.tensor_parallel_size, silence_s=settings.step_timeout_s)
     started: list[Vllm] = []
     reports: list[VllmNode] = []
 
     def start(meeting: bytes) -> list[bytes]:
-        """Start vLLM, whose worker dials the address in `meeting`."""
+        """Start vLLM, whose workers dial the address in `meeting`."""
 
         def take(stats: Stats) -> None:
             if reports:
                 reports[0].take_stats(stats)
 
-        started.append(Vllm(str(folder), vllm_flags, _for_connector(settings, meeting), take, endpoint))
+        started.append(Vllm(arguments, _for_connector(settings, meeting), take, endpoint))
         return []
 
     sockets, context = SocketFolder(), zmq.asyncio.Context()
@@ -107,8 +109,6 @@ async def serve_node(settings: VllmSettings, vllm_flags: Sequence[str], role: st
         kv_events.subscribe(b"")
         await workers.gather(start, LOOPBACK)
         engine = started[0]
-        if engine.facts.num_ranks > 1:
-            raise SettingsError(f"vLLM with {engine.facts.num_ranks} workers: a node with vLLM has one worker")
         prefill_tokens_per_s = await _warm_up(engine)
         async with kept_spares() as spares:
             link = FleetLink(settings.link, spares)
@@ -146,9 +146,10 @@ async def _payload(socket: "zmq.asyncio.Socket") -> bytes:
 
 
 def _for_connector(settings: VllmSettings, meeting: bytes) -> dict[str, Any]:
-    """Return what the KV connector in vLLM's worker must know."""
+    """Return what the KV connector in vLLM's workers must know."""
     return {
         "meeting": meeting.hex(),
+        "secret": secrets.token_hex(32),
         "node_pid": os.getpid(),
         "kv_bind": settings.kv_bind,
         "kv_order": settings.kv_order,
@@ -185,6 +186,7 @@ def _fingerprint(settings: VllmSettings, folder: Path, config: ModelConfig, fact
         "quantization": facts.quantization,
         "kv_cache_dtype": facts.kv_cache_dtype,
         "block_size": str(facts.block_size),
+        "tensor_parallel_size": str(facts.tp_size),
         "kv_order": f"vllm {release()} {facts.device} {_instructions(facts.device)}".rstrip(),
         "kv_transport": "zmq",
     }

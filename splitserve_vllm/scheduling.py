@@ -14,6 +14,8 @@ RECEIVE: Final = "splitserve_receive"
 """Keys of a request's transfer parameters; the value is the epoch of the attempt."""
 SENDERS: Final = "splitserve_senders"
 """Key beside RECEIVE: the tensor-parallel size and the number of stages of the node that sends."""
+ADDRESSES: Final = "splitserve_addresses"
+"""Key beside RECEIVE: the addresses of this node's workers, by tensor-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Load:
     block_ids: list[int]
     num_cached_blocks: int  # of them, which need no transfer
     num_tokens: int
+    addresses: list[str]  # of this node's workers
     prefill_tp: int = 1  # of the node that sends, as is the next
     prefill_pp: int = 1
 
@@ -78,7 +81,14 @@ class Scheduling:
         params = _params(request)
         tp_size, pp_size = params.get(SENDERS, (1, 1))
         load = Load(
-            params[RECEIVE], request.request_id, list(block_ids[:num_blocks]), num_cached, num_tokens, tp_size, pp_size
+            params[RECEIVE],
+            request.request_id,
+            list(block_ids[:num_blocks]),
+            num_cached,
+            num_tokens,
+            params[ADDRESSES],
+            tp_size,
+            pp_size,
         )
         self._next.loads.append(load)
 

@@ -16,9 +16,11 @@ from serving_core.errors import SettingsError
 from serving_core.requests import NO_TOKEN
 from splitserve_vllm.sampling import TRANSFER
 
-TESTED: Final = ("0.32.0",)
+TESTED: Final = ("0.32.0", "0.33.0")
 CONNECTOR: Final = ("splitserve_vllm.connector", "SplitServeConnector")
 BASE: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+UNDIVIDED: Final = ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size")
+"""Fields of vLLM's arguments that are 1 on a node."""
 ASSUMED: Final[Mapping[tuple[str, str], Sequence[str]]] = {
     ("vllm.engine.arg_utils", "AsyncEngineArgs.from_cli_args"): ("args",),
     ("vllm.inputs", "tokens_input"): ("prompt_token_ids", "cache_salt"),
@@ -32,8 +34,10 @@ ASSUMED: Final[Mapping[tuple[str, str], Sequence[str]]] = {
     (BASE, "KVConnectorBase_V1.bind_connector_metadata"): ("connector_metadata",),
     (BASE, "KVConnectorBase_V1.save_kv_layer"): ("layer_name", "kv_layer", "attn_metadata"),
     (BASE, "KVConnectorBase_V1.requires_piecewise_for_cudagraph"): ("extra_config",),
-    (BASE, "KVConnectorBase_V1.get_finished"): ("finished_req_ids",),
-    (BASE, "KVConnectorBase_V1.get_block_ids_with_load_errors"): (),
+    (BASE, "KVConnectorBase_V1.get_transfer_results"): ("finished_req_ids",),
+    (BASE, "KVConnectorTransferResults"): ("finished_sending", "finished_recving", "failed_recving"),
+    ("vllm.v1.kv_cache_interface", "group_kernel_blocks"): ("cache", "num_blocks"),
+    ("vllm.distributed.parallel_state", "get_tensor_model_parallel_rank"): (),
     (BASE, "KVConnectorBase_V1.get_num_new_matched_tokens"): ("request", "num_computed_tokens"),
     (BASE, "KVConnectorBase_V1.update_state_after_alloc"): ("request", "blocks", "num_external_tokens"),
     (BASE, "KVConnectorBase_V1.build_connector_meta"): ("scheduler_output",),
@@ -49,7 +53,7 @@ def release() -> str:
     try:
         installed = version("vllm")
     except PackageNotFoundError:
-        raise SettingsError(f"vLLM is not installed in this environment: pip install vllm=={TESTED[-1]}") from None
+        raise SettingsError(f"vLLM is not installed in this environment: pip install vllm=={TESTED[0]}") from None
     number = installed.partition("+")[0]
     if number not in TESTED:
         raise SettingsError(f"vLLM {installed} is not tested with SplitServe, which needs {' or '.join(TESTED)}")
@@ -110,7 +114,7 @@ class VllmFacts:
     kv_cache_dtype: str
     quantization: str
     device: str
-    num_ranks: int
+    tp_size: int
 
 
 class Vllm:
@@ -118,23 +122,19 @@ class Vllm:
 
     def __init__(
         self,
-        model: str,
-        flags: Sequence[str],
+        arguments: Any,
         connector: Mapping[str, Any],
         on_stats: Callable[[Stats], None],
         kv_events: str,
     ) -> None:
-        """Start vLLM, which takes minutes. `connector` goes to the KV connector of each of its processes; at the ZeroMQ
-        endpoint `kv_events` vLLM publishes changes of its prefix cache.
+        """Start vLLM with what `vllm_arguments` has returned, which takes minutes. `connector` goes to the KV connector
+        of each of its processes; at the ZeroMQ endpoint `kv_events` vLLM publishes changes of its prefix cache.
 
         Raises SettingsError for flags that vLLM refuses.
         """
-        for name in ("VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"):
-            os.environ.setdefault(name, "1")
         from vllm.config import KVEventsConfig, KVTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        arguments = _arguments(model, flags)
         module, name = CONNECTOR
         arguments.kv_transfer_config = KVTransferConfig(
             kv_connector=name,
@@ -185,17 +185,27 @@ class Vllm:
         self._engine.shutdown(timeout=0)
 
 
-def _arguments(model: str, flags: Sequence[str]) -> Any:
-    """Return vLLM's arguments with the node's own among them. Raises SettingsError."""
+def vllm_arguments(model: str, flags: Sequence[str]) -> Any:
+    """Return vLLM's arguments with the node's own among them; `tensor_parallel_size` is the number of its workers.
+
+    Imports vLLM. Raises SettingsError for flags that vLLM does not know, and for workers in stages or replicas.
+    """
+    for name in ("VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"):
+        os.environ.setdefault(name, "1")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     own = ["--model", model, "--skip-tokenizer-init", "--disable-log-stats"]
     try:
-        return AsyncEngineArgs.from_cli_args(parser.parse_args([*own, *flags]))
+        arguments = AsyncEngineArgs.from_cli_args(parser.parse_args([*own, *flags]))
     except SystemExit as error:  # argparse has told why
         raise SettingsError(f"vLLM does not know the flags {' '.join(flags)}") from error
+    for name in UNDIVIDED:
+        if (size := getattr(arguments, name)) > 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise SettingsError(f"{flag} {size}: a node with vLLM sends KV of tensor-parallel ranks alone")
+    return arguments
 
 
 def _facts(config: Any) -> VllmFacts:
@@ -215,7 +225,7 @@ def _facts(config: Any) -> VllmFacts:
         kv_cache_dtype=str(cache.cache_dtype),
         quantization=str(model.quantization or "none"),
         device=str(config.device_config.device_type),
-        num_ranks=parallel.world_size * parallel.data_parallel_size,
+        tp_size=parallel.tensor_parallel_size,
     )
 
 

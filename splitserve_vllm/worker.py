@@ -21,6 +21,7 @@ from kv_transfer.transports.zmq_keys import Keyring
 from protos import inference_pb2, ranks_pb2
 from serving_core import reasons
 from serving_core.errors import RankLost, SettingsError
+from serving_core.layout import KVLayout
 from serving_core.net.descriptors import kept_spares
 from serving_core.tasks import first_to_end
 from serving_node.ranks.leading import Leader, die
@@ -53,12 +54,27 @@ class _Outgoing:
         self.timer = timer
 
 
+@dataclass(slots=True)
+class Results:
+    """The requests of vLLM whose transfers have ended."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)  # which are among `received`
+
+
 class Worker:
     """A worker's side: an event loop in a thread runs the transfers; vLLM's thread reports steps and layers."""
 
-    def __init__(self, store: VllmStore, config: dict[str, Any]) -> None:
-        """Start the thread and connect to the node. Raises SettingsError if that fails."""
-        self._store, self._config = store, config
+    def __init__(
+        self, store: VllmStore, config: dict[str, Any], whole: KVLayout, rank: int = 0, tp_size: int = 1
+    ) -> None:
+        """Start the thread and connect to the node. Raises SettingsError if that fails.
+
+        `store` has the KV heads of one tensor-parallel rank, `whole` is the layout of all heads.
+        """
+        self._store, self._config, self._whole = store, config, whole
+        self._rank, self._tp_size = rank, tp_size
         self._step = StepTransfers()
         self._transfers: WorkerTransfers | None = None
         self._loop = asyncio.new_event_loop()
@@ -91,14 +107,9 @@ class Worker:
         if step.chunks:
             self._call(lambda transfers: transfers.end_step(step), self._store.computed())
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose blocks vLLM may free, and those whose blocks are here."""
-        transfers = self._transfers
-        return (set(), set()) if transfers is None else (transfers.take_sent(), transfers.take_received())
-
-    def take_lost_blocks(self) -> set[int]:
-        """Return the blocks whose KV has not come."""
-        return set() if self._transfers is None else self._transfers.take_lost_blocks()
+    def take_results(self) -> "Results":
+        """Return the requests whose transfers have ended since the last call."""
+        return Results() if self._transfers is None else self._transfers.take_results()
 
     def close(self) -> None:
         if self._stop is not None and self._thread.is_alive():
@@ -140,22 +151,23 @@ class Worker:
         keyring, shares_memory = Keyring(), config["kv_shared_memory"]
         async with kept_spares() as spares, AsyncExitStack() as open_ends:
             listener = ZmqListener(
-                endpoint_of("zmq", config["kv_bind"], 0),
+                endpoint_of("zmq", config["kv_bind"], self._rank),
                 keyring if config["is_encrypted"] else None,
                 shares_memory=shares_memory,
             )
-            receiver = KVReceiver(listener, self._store)
+            place = {"rank": self._rank, "tp_size": self._tp_size}
+            receiver = KVReceiver(listener, self._store, **place)
             open_ends.push_async_callback(receiver.close)
             dialer = ZmqDialer(keyring, spares, shares_memory=shares_memory)
-            sender = KVSender(dialer, self._store, deadline_s=config["transfer_timeout_s"])
+            sender = KVSender(dialer, self._store, **place, deadline_s=config["transfer_timeout_s"])
             open_ends.push_async_callback(sender.close)
             meeting = bytes.fromhex(config["meeting"])
-            load = inference_pb2.RankLoad(rank=1)
+            load = inference_pb2.RankLoad(rank=self._rank + 1)
             leader = await Leader.join(lambda _: [meeting], receiver.address, dialer.key, load)
             open_ends.callback(leader.stream.close)
-            transfers = WorkerTransfers(
-                sender, receiver, leader, ttl_s=config["reservation_ttl_s"], hold_s=config["hold_s"]
-            )
+            times = {"ttl_s": config["reservation_ttl_s"], "hold_s": config["hold_s"]}
+            secret = bytes.fromhex(config["secret"])
+            transfers = WorkerTransfers(sender, receiver, leader, self._whole, secret, **times)
             self._transfers = transfers
             self._started.set()
             stopped: Coroutine[Any, Any, Any] = self._stop.wait()
@@ -170,20 +182,31 @@ async def _obey(leader: Leader, transfers: "WorkerTransfers") -> None:
 class WorkerTransfers(RankTransfers):
     """The transfers of one worker, by epoch. All methods but those that take results are called on its event loop."""
 
-    def __init__(self, sender: KVSender, receiver: KVReceiver, leader: Leader, *, ttl_s: float, hold_s: float) -> None:
+    def __init__(
+        self,
+        sender: KVSender,
+        receiver: KVReceiver,
+        leader: Leader,
+        whole: KVLayout,
+        secret: bytes,
+        *,
+        ttl_s: float,
+        hold_s: float,
+    ) -> None:
         """Create the transfers. Blocks stay open to a sender for `ttl_s` seconds; those of a finished prompt are kept
         for `hold_s` seconds at most.
+
+        All workers of a node have the same `whole` layout and the same `secret`, so that they make the same descriptor.
         """
         super().__init__(sender, receiver, 0)
-        self._leader = leader
+        self._leader, self._whole, self._secret = leader, whole, secret
         self._ttl_s, self._hold_s = ttl_s, hold_s
         self._outgoing: dict[int, _Outgoing] = {}
         self._loads: dict[int, Load] = {}
+        self._num_opened = 0
         self._descriptor = b""  # of the blocks that are being opened
         self._lock = threading.Lock()  # of the results that vLLM's thread takes
-        self._sent_ids: set[str] = set()
-        self._received_ids: set[str] = set()
-        self._lost_blocks: set[int] = set()
+        self._results = Results()
 
     @property
     def num_sending(self) -> int:
@@ -192,19 +215,9 @@ class WorkerTransfers(RankTransfers):
 
     # ---- results, taken by vLLM's thread ----
 
-    def take_sent(self) -> set[str]:
+    def take_results(self) -> Results:
         with self._lock:
-            taken, self._sent_ids = self._sent_ids, set()
-        return taken
-
-    def take_received(self) -> set[str]:
-        with self._lock:
-            taken, self._received_ids = self._received_ids, set()
-        return taken
-
-    def take_lost_blocks(self) -> set[int]:
-        with self._lock:
-            taken, self._lost_blocks = self._lost_blocks, set()
+            taken, self._results = self._results, Results()
         return taken
 
     # ---- steps ----
@@ -232,14 +245,16 @@ class WorkerTransfers(RankTransfers):
 
     def _open(self, load: Load) -> None:
         self._loads[load.epoch] = load
+        self._num_opened += 1
         try:
             descriptor = TransferDescriptor.draw(
                 epoch=load.epoch,
-                layout=self._receiver.store.layout,
+                layout=self._whole,
                 prefill_tp=load.prefill_tp,
                 prefill_pp=load.prefill_pp,
-                decode_tp=1,
-                addresses=[self._receiver.address],
+                decode_tp=len(load.addresses),
+                addresses=load.addresses,
+                secret=self._secret + self._num_opened.to_bytes(8, "big"),
                 num_blocks=len(load.block_ids),
                 num_cached_blocks=load.num_cached_blocks,
                 num_tokens=load.num_tokens,
@@ -317,7 +332,7 @@ class WorkerTransfers(RankTransfers):
         outgoing = self._outgoing.pop(epoch)
         outgoing.set_timer(None)
         with self._lock:
-            self._sent_ids.add(outgoing.request_id)
+            self._results.sent.add(outgoing.request_id)
 
     # ---- reports of transfers ----
 
@@ -334,8 +349,8 @@ class WorkerTransfers(RankTransfers):
         load = self._loads.pop(epoch)
         with self._lock:
             if isinstance(result, TransferFailed):
-                self._lost_blocks.update(load.block_ids[load.num_cached_blocks :])
-            self._received_ids.add(load.request_id)
+                self._results.failed.add(load.request_id)
+            self._results.received.add(load.request_id)
         self._tell_end(epoch, result, result.tail if isinstance(result, Received) else b"")
 
     def _sent(self, epoch: int, result: Sent | TransferFailed) -> None:

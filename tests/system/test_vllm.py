@@ -24,7 +24,9 @@ from tests.system.vllm_nodes import (
     POOL,
     PYTHON,
     STEP_TIMEOUT_S,
+    TWO_RANKS,
     has_ended,
+    made,
     processes,
     prompts,
     started,
@@ -77,6 +79,22 @@ async def test_a_storm_of_cancels_leaves_nothing(cluster):
 
         await asyncio.gather(*map(leave, asked))
     cluster.wait_all_free()
+
+
+async def test_the_ranks_of_two_nodes_send_each_other_their_heads(model, tmp_path):
+    cluster = made(model, tmp_path / "cluster")
+    cluster.folder.mkdir()
+    try:
+        cluster.start_coordinator()
+        for name in cluster.names:
+            cluster.start_node(name, **TWO_RANKS)
+        await asyncio.to_thread(cluster.wait_complete)
+        await check_greedy_answers(cluster, model, prompts(30))
+        loads = cluster.loads().values()
+        assert sum(load.num_kv_bytes for load in loads) > 0
+        assert all(load.num_transfers_failed == 0 for load in loads)
+    finally:
+        cluster.kill_everything()
 
 
 async def struck(cluster, model, name, strike):

@@ -7,7 +7,7 @@ import pytest
 from tests.system.answers import ask_all, request
 from tests.system.greedy import NUM_TOKENS
 from tests.system.oracle import Reference
-from tests.system.vllm_nodes import BLOCK, MARKS, VllmCluster, prompts, started, write_model
+from tests.system.vllm_nodes import BLOCK, MARKS, TWO_RANKS, VllmCluster, prompts, started, write_model
 
 pytestmark = MARKS
 
@@ -16,6 +16,8 @@ OURS = ("prefill-1", "decode-1")
 
 
 class MixedCluster(VllmCluster):
+    """Nodes with vLLM have one rank and two, nodes with ours two."""
+
     ours = OURS
 
     def start_node(self, name, **flags):
@@ -28,10 +30,10 @@ class MixedCluster(VllmCluster):
                 "rank_timeout_s": 600,
             }
             if name in OURS
-            else {"kv_order": "splitserve"}
+            else {"kv_order": "splitserve", **(TWO_RANKS if name == "prefill-0" else {})}
         )
-        self._node_flags = own
-        return super().start_node(name, **flags)
+        self._node_flags = {}
+        return super().start_node(name, **own, **flags)
 
 
 @pytest.fixture(scope="module")

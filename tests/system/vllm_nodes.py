@@ -17,6 +17,7 @@ STEP_TIMEOUT_S = 60.0
 FLAGS = ("--enforce-eager", "--dtype=float32", f"--block-size={BLOCK}", "--max-model-len=1024")
 CHUNK = 128  # tokens of a step
 POOL = ("--num-gpu-blocks-override=200", "--kv-cache-memory-bytes=67108864", f"--max-num-batched-tokens={CHUNK}")
+TWO_RANKS = {"vllm": ("--tensor-parallel-size=2",), "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}  # of a node
 
 MARKS = [
     pytest.mark.nightly,

@@ -17,7 +17,7 @@ from serving_core.requests import Request, SamplingParams
 from serving_core.shapes import Shape
 from serving_node.ranks.leading import Followers
 from splitserve_vllm.node import VllmNode
-from splitserve_vllm.scheduling import RECEIVE, SEND, SENDERS
+from splitserve_vllm.scheduling import ADDRESSES, RECEIVE, SEND, SENDERS
 from splitserve_vllm.seam import Stats, Token, VllmFacts
 from tests import fleet_events as events
 
@@ -32,7 +32,7 @@ FACTS = VllmFacts(
     kv_cache_dtype="auto",
     quantization="none",
     device="cpu",
-    num_ranks=1,
+    tp_size=1,
 )
 LAYOUT = KVLayout.uniform(2, 2, 12, 4, "float32", is_latent=True)
 DEADLINE_S = 30.0
@@ -66,10 +66,12 @@ class Engine:
 
 
 class World:
-    def __init__(self, **timeouts):
+    def __init__(self, num_workers=1, **timeouts):
         self.engine, self.events, self.commands = Engine(), [], []
-        workers = Followers(1)
-        workers.streams[1] = SimpleNamespace(send=self.commands.append)
+        workers = Followers(num_workers)
+        for rank in range(1, num_workers + 1):
+            workers.streams[rank] = SimpleNamespace(send=self.commands.append)
+            workers.kv_addresses[rank] = f"ipc:///{rank}"
         limits = {"descriptor_timeout_s": 30.0, "credit_timeout_s": 30.0, "step_timeout_s": 30.0, "max_num_queued": 4}
         self.node = VllmNode(
             "n",
@@ -110,7 +112,7 @@ class World:
     def cancel(self, epoch=1):
         self.command("cancel", fleet_pb2.Cancel(attempt=fleet_pb2.Attempt(request_id="r", epoch=epoch)), epoch)
 
-    def credited(self, epoch=1):
+    def credited(self, epoch=1, rank=1):
         packed = TransferDescriptor.draw(
             epoch=epoch,
             layout=LAYOUT,
@@ -121,12 +123,12 @@ class World:
             num_cached_blocks=1,
             ttl_s=9.0,
         ).encode()
-        self.workers.on_event(1, ranks_pb2.RankEvent(credited=ranks_pb2.Credited(epoch=epoch, descriptor=packed)))
+        self.workers.on_event(rank, ranks_pb2.RankEvent(credited=ranks_pb2.Credited(epoch=epoch, descriptor=packed)))
         return packed
 
-    def transferred(self, *, tail=b"", ok=True, reason="", epoch=1):
+    def transferred(self, *, tail=b"", ok=True, reason="", epoch=1, rank=1):
         ended = ranks_pb2.TransferEnded(epoch=epoch, ok=ok, num_bytes=96, tail=tail, reason=reason)
-        self.workers.on_event(1, ranks_pb2.RankEvent(transfer_ended=ended))
+        self.workers.on_event(rank, ranks_pb2.RankEvent(transfer_ended=ended))
 
     async def until(self, kind, number=1):
         """The bodies of the first events of a kind."""
@@ -235,13 +237,43 @@ async def test_a_received_prompt_goes_on_behind_its_first_token():
     packed = world.credited()
     (reserved,) = await world.until("reserved")
     assert reserved.descriptor == packed
-    assert world.engine.calls[0][3] == {RECEIVE: 1, SENDERS: (1, 1)}
+    assert world.engine.calls[0][3] == {RECEIVE: 1, SENDERS: (1, 1), ADDRESSES: ["ipc:///1"]}
     world.transferred(tail=convert.to_tail([5], []))
     (committed,) = await world.until("committed")
     saved = LAYOUT.block_bytes
     assert (committed.num_bytes, committed.num_bytes_saved, committed.next_index) == (96, saved, 1)
     world.engine.may_go.set()
     assert await world.tokens(2) == ([(6, 1), (7, 2)], inference_pb2.FINISH_REASON_LENGTH)
+
+
+async def test_a_transfer_counts_once_all_workers_have_their_part():
+    world = World(num_workers=2)
+    assert world.node.hello().tp_size == 2
+    world.reserve()
+    await asyncio.sleep(0.01)
+    assert world.engine.calls[0][3][ADDRESSES] == ["ipc:///1", "ipc:///2"]
+    world.credited(rank=2)
+    assert not [each for each in world.events if each.HasField("reserved")]
+    world.credited(rank=1)
+    await world.until("reserved")
+    world.transferred(tail=convert.to_tail([5], []), rank=1)
+    await asyncio.sleep(0.01)
+    assert not [each for each in world.events if each.HasField("committed")]
+    world.transferred(tail=convert.to_tail([5], []), rank=2)
+    (committed,) = await world.until("committed")
+    assert committed.num_bytes == 2 * 96
+
+
+async def test_a_part_that_fails_ends_the_others():
+    world = World(num_workers=2)
+    world.reserve()
+    for rank in (1, 2):
+        world.credited(rank=rank)
+    world.transferred(ok=False, reason=reasons.KV_CHECKSUM_MISMATCH, rank=2)
+    assert [each.epoch for each in world.told("cancel_transfer")] == [1, 1]  # to both
+    world.transferred(ok=False, reason=reasons.TRANSFER_ABORTED, rank=1)
+    (failed,) = await world.until("failed")
+    assert failed.reason == reasons.KV_CHECKSUM_MISMATCH
 
 
 async def test_another_first_token_than_vllms_own_is_followed():

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace as Of
 
-from splitserve_vllm.scheduling import RECEIVE, SEND, SENDERS, Chunk, Load, Scheduling
+from splitserve_vllm.scheduling import ADDRESSES, RECEIVE, SEND, SENDERS, Chunk, Load, Scheduling
 
 BLOCK = 4
 
@@ -30,17 +30,17 @@ def output(new_requests=(), cached=(), resumed=(), **num_scheduled):
 
 def test_a_prompt_of_another_node_loads_all_that_is_not_cached():
     side = Scheduling(BLOCK)
-    asked = request(**{RECEIVE: 7})
+    asked = request(**{RECEIVE: 7, ADDRESSES: ["a"]})
     assert side.num_to_load(asked, 4) == (6, True)
     side.allocated(asked, [8, 3, 5, 9], 6)
-    assert side.step(output()).loads == [Load(7, "a", [8, 3, 5], 1, 10)]
+    assert side.step(output()).loads == [Load(7, "a", [8, 3, 5], 1, 10, ["a"])]
     assert side.step(output()).loads == []
 
 
 def test_a_load_knows_the_parallelism_of_who_sends():
     side = Scheduling(BLOCK)
-    side.allocated(request(**{RECEIVE: 7, SENDERS: (2, 3)}), [8, 3, 5], 10)
-    assert side.step(output()).loads == [Load(7, "a", [8, 3, 5], 0, 10, prefill_tp=2, prefill_pp=3)]
+    side.allocated(request(**{RECEIVE: 7, ADDRESSES: ["a", "b"], SENDERS: (2, 3)}), [8, 3, 5], 10)
+    assert side.step(output()).loads == [Load(7, "a", [8, 3, 5], 0, 10, ["a", "b"], prefill_tp=2, prefill_pp=3)]
 
 
 def test_other_requests_load_nothing():
@@ -50,7 +50,7 @@ def test_other_requests_load_nothing():
 
 def test_a_preempted_request_is_computed_here():
     side = Scheduling(BLOCK)
-    asked = request(**{RECEIVE: 7})
+    asked = request(**{RECEIVE: 7, ADDRESSES: ["a"]})
     side.allocated(asked, [1, 2, 3], 10)
     assert side.num_to_load(asked, 0) == (0, False)
     assert side.finished(asked, True) is False

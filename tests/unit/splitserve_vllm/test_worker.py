@@ -27,10 +27,9 @@ class Side:
         self.leader = Followers(1)
         self.events = asyncio.Queue()
         self.leader.on_event = lambda rank, event: self.events.put_nowait(event)
-        self.sent, self.received, self.lost = set(), set(), set()
+        self.sent, self.received, self.failed = set(), set(), set()
 
-    @contextlib.asynccontextmanager
-    async def started(self, tmp_path, **config):
+    def start(self, tmp_path, meeting, rank=0, tp_size=1, **config):
         defaults = {
             "kv_bind": f"ipc://{tmp_path}/{id(self)}",
             "kv_shared_memory": False,
@@ -38,12 +37,17 @@ class Side:
             "transfer_timeout_s": DEADLINE_S,
             "reservation_ttl_s": DEADLINE_S,
             "hold_s": DEADLINE_S,
+            "secret": "01" * 32,
         }
+        store = VllmStore(self.caches, BLOCK)
+        whole = store.layout.with_heads(tp_size * store.layout.num_kv_heads)
+        self.worker = Worker(store, {"meeting": meeting.hex(), **defaults, **config}, whole, rank, tp_size)
+        return []
 
+    @contextlib.asynccontextmanager
+    async def started(self, tmp_path, **config):
         def start(meeting):
-            made = {"meeting": meeting.hex(), **defaults, **config}
-            self.worker = Worker(VllmStore(self.caches, BLOCK), made)
-            return []
+            return self.start(tmp_path, meeting, **config)
 
         await self.leader.gather(start, "127.0.0.1")
         hearing = asyncio.create_task(self.leader.hear())
@@ -61,10 +65,10 @@ class Side:
         for name in self.caches:
             self.worker.layer_done(name)
         self.worker.end_step()
-        sent, received = self.worker.take_finished()
-        self.sent |= sent
-        self.received |= received
-        self.lost |= self.worker.take_lost_blocks()
+        results = self.worker.take_results()
+        self.sent |= results.sent
+        self.received |= results.received
+        self.failed |= results.failed
 
     async def event(self, kind):
         async with asyncio.timeout(DEADLINE_S):
@@ -78,6 +82,10 @@ class Side:
                 self.step()
                 await asyncio.sleep(0.01)
 
+    @property
+    def addresses(self):
+        return [self.leader.kv_addresses[rank] for rank in sorted(self.leader.kv_addresses)]
+
     def send(self, epoch, descriptor):
         self.leader.send(send=ranks_pb2.Send(epoch=epoch, descriptor=descriptor))
 
@@ -86,6 +94,29 @@ class Side:
 
     def cancel(self, epoch):
         self.leader.send(cancel_transfer=ranks_pb2.CancelTransfer(epoch=epoch))
+
+
+@contextlib.asynccontextmanager
+async def two_ranks(tmp_path, seed):
+    """The workers of a node with two tensor-parallel ranks."""
+    ranks, leader = [Side(seed), Side(seed + 1)], Followers(2)
+    leader.on_event = lambda rank, event: ranks[rank - 1].events.put_nowait(event)
+    for each in ranks:
+        each.leader = leader
+
+    def start(meeting):
+        return [each.start(tmp_path, meeting, rank, 2) for rank, each in enumerate(ranks)]
+
+    await leader.gather(start, "127.0.0.1")
+    hearing = asyncio.create_task(leader.hear())
+    try:
+        yield ranks
+    finally:
+        hearing.cancel()
+        for each in ranks:
+            await asyncio.to_thread(each.worker.close)
+        for stream in leader.streams.values():
+            stream.close()
 
 
 @pytest.fixture
@@ -97,7 +128,7 @@ async def sides(tmp_path):
 
 async def opened(decode, epoch=7, block_ids=(3, 1, 6), num_cached=0, num_tokens=10):
     """The descriptor of blocks that vLLM has allocated."""
-    decode.step(loads=[Load(epoch, f"d{epoch}", list(block_ids), num_cached, num_tokens)])
+    decode.step(loads=[Load(epoch, f"d{epoch}", list(block_ids), num_cached, num_tokens, decode.addresses)])
     return (await decode.event("credited")).descriptor
 
 
@@ -120,7 +151,7 @@ async def test_a_prompt_arrives_with_what_follows_it(sides):
     await prefill.steps_until(lambda: prefill.sent == {"p7"})
     await decode.steps_until(lambda: decode.received == {"d7"})
     assert same_blocks(prefill, decode, (5, 2, 0), (3, 1, 6))
-    assert not decode.lost
+    assert not decode.failed
 
 
 async def test_a_descriptor_may_come_after_the_prefill(sides):
@@ -147,7 +178,7 @@ async def test_cached_blocks_do_not_travel(sides):
     assert all(torch.equal(cache[3], old) for cache, old in zip(decode.caches.values(), before, strict=True))
 
 
-async def test_what_does_not_come_is_reported_as_lost_to_vllm(sides):
+async def test_what_does_not_come_is_reported_as_failed_to_vllm(sides):
     prefill, decode = sides
     prefill.send(7, await opened(decode, num_cached=1))
     prefill.step(chunks=[Chunk(7, [5])])
@@ -155,7 +186,7 @@ async def test_what_does_not_come_is_reported_as_lost_to_vllm(sides):
     prefill.cancel(7)
     assert not (await decode.event("transfer_ended")).ok
     await decode.steps_until(lambda: decode.received == {"d7"})
-    assert decode.lost == {1, 6}
+    assert decode.failed == {"d7"}
     await prefill.steps_until(lambda: prefill.sent == {"p7"})
 
 
@@ -239,3 +270,24 @@ async def test_a_prompt_that_nobody_wants_is_let_go_in_time(tmp_path):
         prefill.step(chunks=[Chunk(7, [5, 2, 0])])
         prefill.step(held={"p7": 7})
         await prefill.steps_until(lambda: prefill.sent == {"p7"})
+
+
+async def test_ranks_make_the_same_descriptor_and_each_sends_to_its_own(tmp_path):
+    async with two_ranks(tmp_path, 1) as prefill, two_ranks(tmp_path, 3) as decode:
+        load = Load(7, "d7", [3, 1, 6], 0, 10, decode[0].addresses, prefill_tp=2)
+        for each in decode:
+            each.step(loads=[load])
+        first, second = [(await each.event("credited")).descriptor for each in decode]
+        assert first == second
+        prefill[0].send(7, first)  # to both
+        for each in prefill:
+            each.step(chunks=[Chunk(7, [5, 2, 0])])
+        prefill[0].finish(7)
+        for each in prefill:
+            each.step(held={"p7": 7})
+        for sender, receiver in zip(prefill, decode, strict=True):
+            received = await receiver.event("transfer_ended")
+            assert (received.ok, received.tail) == (True, b"tail")
+            assert same_blocks(sender, receiver, (5, 2, 0), (3, 1, 6))
+            await sender.steps_until(lambda sender=sender: sender.sent == {"p7"})
+            await receiver.steps_until(lambda receiver=receiver: receiver.received == {"d7"})
