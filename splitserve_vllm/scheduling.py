@@ -78,18 +78,9 @@ class Scheduling:
         num_blocks = -(-num_tokens // self._block_size)
         num_cached = (num_tokens - num_external_tokens) // self._block_size
         self._loaded.add(request.request_id)
-        params = _params(request)
-        tp_size, pp_size = params.get(SENDERS, (1, 1))
-        load = Load(
-            params[RECEIVE],
-            request.request_id,
-            list(block_ids[:num_blocks]),
-            num_cached,
-            num_tokens,
-            params[ADDRESSES],
-            tp_size,
-            pp_size,
-        )
+        params, blocks = _params(request), list(block_ids[:num_blocks])
+        senders = params.get(SENDERS, (1, 1))
+        load = Load(params[RECEIVE], request.request_id, blocks, num_cached, num_tokens, params[ADDRESSES], *senders)
         self._next.loads.append(load)
 
     def step(self, output: Any) -> StepTransfers:
