@@ -452,7 +452,7 @@ class _Look:
 
         def relieves(node: Node) -> bool:
             then_s, there = step_s(node, self.ledger, num_more=1, num_more_cached=len(known)), forecast.on(node)
-            num_lost = there.num_lost() if node is self.spared else 0
+            num_lost = there.num_lost(len(free)) if node is self.spared else 0
             return self._is_in_time(request, due, then_s) and there.late_by_decode(0.0) <= 0 and num_lost < num_late
 
         able = [node for node in free if relieves(node)]

@@ -330,6 +330,8 @@ class Costs:
 
     def _num_to_compute(self, node: Node) -> int:
         coming = self._ledger.prefill_hashes(node)
+        if not coming and not node.hints:
+            return len(self._prompt)
         num_held = self._num_cached(node)
         if coming:
             num_held = max(num_held, self._prompt.tokens_among(node, coming))

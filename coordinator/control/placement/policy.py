@@ -133,7 +133,7 @@ class CheapestPlacement:
             weighing = _Weighing(costs, None, None, wanted.avoid)
         else:
             least = spared_node(prefill_nodes, ledger, now)
-            if least is not None and not _can_spare(least, decode_nodes, costs, forecast):
+            if all(costs.decode[node].is_full for node in decode_nodes if node is not least):
                 least = None
             weighing = _Weighing(costs, forecast, least, wanted.avoid)
         alone = weighing.best_alone({*prefill_nodes, *costs.appending}.intersection(decode_nodes))
@@ -142,13 +142,6 @@ class CheapestPlacement:
         if not pairs:
             raise RequestError(NO_DECODE_WORKER, NO_PAIR)
         return weighing.placed(*weighing.best(pairs))
-
-
-def _can_spare(node: Node, decode_nodes: Sequence[Node], costs: Costs, forecast: SloForecast) -> bool:
-    """Return whether the other decode nodes have room, and could decode all the sequences that are expected."""
-    others = [other for other in decode_nodes if other is not node]
-    has_room = any(not costs.decode[other].is_full for other in others)
-    return has_room and forecast.on(others[0]).may_decode_arrivals(len(others))
 
 
 def _two(
@@ -284,7 +277,7 @@ class _Weighing:
             num_late = int(prefill.is_own_late or self._tpot_ratio(self._forecast, prefill_node, decode_node) > 1)
         if self._prefills_beside_decode(prefill_node) and not prefill.is_own_late:
             num_late += prefill.lasting_begins_s > prefill.own_due_s
-        return num_late + (decode.num_lost() if decode_node is self._spared else 0)
+        return num_late + (decode.num_lost(len(self._costs.decode) - 1) if decode_node is self._spared else 0)
 
     def _prefills_beside_decode(self, prefill_node: Node) -> bool:
         """Return whether the prompt would be prefilled beside sequences to come, while another node is spared those."""

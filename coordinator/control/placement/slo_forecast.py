@@ -27,12 +27,10 @@ A sequence that makes no other late as things stand is still one too many where,
 all sequences takes longer than the tightest limit (`tpot_ratio`): prompts would get no time, and a sequence that gets
 more tokens than expected would be late.
 
-A sequence also costs prompts that have not arrived: while it decodes, its node prefills little. Where sequences decode
-anyway one more hardly matters, so sequences do no harm if they leave one node free (`spared_node`). On that node a
-sequence counts as LOST_ARRIVAL_FACTOR violations for each request that is expected at the recent rate and that the node
-could not prefill in the time that the sequence adds. A prompt on another node is prefilled beside sequences, also
-beside those to come (`lasting_begins_s`). No node is spared where the others could not decode all sequences to come
-(`may_decode_arrivals`). The steps that a node makes for one sequence alone count as seconds (`added_decode_s`): else
+A sequence also costs prompts that have not arrived: while it decodes, its node prefills little. So sequences do no harm
+if they leave one node free (`spared_node`). On that node a sequence counts as one violation for each request that loses
+its prefill (`num_lost`). A prompt on another node is prefilled beside sequences, also beside those to come
+(`lasting_begins_s`). The steps that a node makes for one sequence alone count as seconds (`added_decode_s`): else
 short sequences that are cheap one by one would keep a prefill node decoding.
 """
 
@@ -52,8 +50,6 @@ from serving_core.slo import PROMPT_TIME_SHARE, timely
 STARTED_SHARE: Final = (
     0.4  # share of the waiting sequences that decode while the others are prefilled; tuned in simulation
 )
-STRETCH: Final = 1.15  # times the tightest TPOT that steps of all sequences to come may take; tuned in simulation
-LOST_ARRIVAL_FACTOR: Final = 4  # violations for each lost request: those behind it are later too; tuned in simulation
 
 
 class Job(NamedTuple):
@@ -330,18 +326,24 @@ class NodeForecast:
         pace = self._pace(0)
         return {request: pace.seconds(work_s) for request, work_s in self.least_prefilled_s.items()}
 
-    def num_lost(self) -> int:
-        """Return how many SLO violations of requests to come count against decoding the sequence on this node.
+    def num_lost(self, num_others: int) -> int:
+        """Return how many requests to come lose their prefill if the node decodes the sequence.
 
-        This is LOST_ARRIVAL_FACTOR for each request that the node could prefill in the time that the sequence takes
-        from prompts, and that needs this time.
+        These are the prompts that the node would prefill in the time that the sequence takes. Prompts count at the
+        recent rate of arrivals, and at most as many as `num_others` nodes like this one can decode.
         """
         each_s = self._weights.of_chunk(0, round(self._arrivals.num_tokens), is_first=False)
         if not each_s:
             return 0
-        added_s = (self._own_num_left - self._most_left) * self._steps_s[1]
-        lost_share = min(1.0, self._arrivals.per_s * each_s) - self._pace(1).share
-        return max(0, int(LOST_ARRIVAL_FACTOR * lost_share / each_s * added_s))
+        most = num_others * self._weights.num_sequences_within(self._tightest_s, self._cached_each)
+        num_decoded_per_s = self._arrivals.per_s * min(1.0, most / max(1.0, self._num_to_come))
+        wanted = min(1.0, num_decoded_per_s * each_s)  # share of the node's time
+        own_s = math.inf if self._own is None else self._own
+        alone = self._pace_beside(self._step_s(1), self._own_num_left, own_s).share
+        num_beside = min(self._own_num_left, self._most_left)
+        num_steps = num_beside * (min(wanted, self._pace(0).share) - min(wanted, self._pace(1).share))
+        num_steps += (self._own_num_left - num_beside) * (wanted - min(wanted, alone))
+        return max(0, int(num_steps * self._lasting_step_s / each_s))
 
     @cached_property
     def lasting_begins_s(self) -> float:
@@ -352,15 +354,13 @@ class NodeForecast:
 
     @property
     def _num_to_come(self) -> float:
-        """Return how many of the sequences that are expected decode at a time, each step as long as the tightest
-        limit."""
-        each_s = self._tightest_s if self._tightest_s < math.inf else self._step_s(1)
-        return self._arrivals.per_s * self._arrivals.num_output * each_s
+        """Return how many of the sequences that are expected decode at a time."""
+        return self._arrivals.per_s * self._arrivals.num_output * self._lasting_step_s
 
-    def may_decode_arrivals(self, num_nodes: int) -> bool:
-        """Return whether `num_nodes` nodes like this one could decode all the sequences that are expected to come, in
-        steps of about the tightest limit."""
-        return self._step_s(max(1, round(self._num_to_come / num_nodes))) <= STRETCH * self._tightest_s
+    @property
+    def _lasting_step_s(self) -> float:
+        """Return the seconds of the steps that prompts fill: the tightest limit on TPOT, or a step of one sequence."""
+        return self._tightest_s if self._tightest_s < math.inf else self._step_s(1)
 
     def tpot_ratio(self, begins_s: float) -> float:
         """Return the decode step that is rarely exceeded, as a multiple of the tightest attainable SLO on TPOT.
@@ -466,18 +466,19 @@ class NodeForecast:
         return [each for each in self._decoded if not each[1].num_output or each[2].began_s is None]
 
     @cached_property
-    def _slowest_s(self) -> float:
-        """Return the seconds of the slowest steps in which all sequences that have begun are in time; inf without one.
+    def _lost_and_slowest_s(self) -> tuple[int, float]:
+        """Return how many sequences that have begun are late even alone, and the slowest steps in which no other is.
 
-        It decides at little cost that none is late, which is the usual case.
+        The seconds are inf without another one. They decide at little cost that none becomes late, the usual case.
         """
-        now = self._now
+        now, alone_s = self._now, self._decode_margin * self._step_s(self._num_unlimited + 1)
         paces_s = [
             (began_s + (request.num_output + (num_left := request.num_left) - 1) * due.tpot_s - now) / num_left
             for _, request, due in self._decoded
             if request.num_output and (began_s := due.began_s) is not None
         ]
-        return min(paces_s, default=math.inf)
+        slowest_s = [each for each in paces_s if each >= alone_s]
+        return len(paces_s) - len(slowest_s), min(slowest_s, default=math.inf)
 
     @cached_property
     def _sequences(self) -> list[_Sequence]:
@@ -508,10 +509,11 @@ class NodeForecast:
             elapsed_s = self._decode_margin * elapsed_s + sequence.is_arriving * chunk_s
             return elapsed_s > sequence.due_s - sequence.begins_s
 
-        if self._decode_margin * longest_s < self._slowest_s:
+        num_lost, slowest_s = self._lost_and_slowest_s
+        if self._decode_margin * longest_s < slowest_s:
             others = [self._sequence(each) for each in self._not_begun] + ([] if own is None else [own])
             if not any(is_late(each, each.num_left * longest_s) for each in others):
-                return 0  # none is late even if all decoded until the last one ends
+                return num_lost  # no other is late even if all decoded until the last one ends
         sequences = sorted([*self._sequences, own] if own is not None else self._sequences)
         now_s, num_steps, place = 0.0, 0.0, 0
         running: list[tuple[float, _Sequence]] = []  # by the number of steps at its end

@@ -3,7 +3,8 @@
 import pytest
 
 from coordinator.control.instructions import RESEND_S
-from coordinator.control.migration import NUM_TOKENS_AHEAD, RESERVE_TIMEOUT_S, REST_S, RETRY_S
+from coordinator.control.load import Arrivals
+from coordinator.control.migration import NUM_TOKENS_AHEAD, RESERVE_TIMEOUT_S, REST_S, RETRY_S, leaving_late
 from coordinator.control.slo import Slo
 from protos import fleet_pb2, inference_pb2
 from serving_core.node.prefix import MIXED_NUMERICS
@@ -410,16 +411,24 @@ def written_on_b0(*tpots_s, num_left, ttft_s=10.0):
     return world
 
 
-@pytest.mark.parametrize(("num_left", "migrated"), [(10, []), (150, []), (198, ["reserve b1"])])
-def test_nobody_moves_to_where_it_would_keep_prompts_waiting_for_longer_than_answers_there_do(num_left, migrated):
-    assert written_on_b0(0.024, 0.1, 0.1, num_left=num_left).tick(0.03) == migrated
+def leaving(world, per_s):
+    """Who migrates where, while prompts of 100 ms with short outputs come at this rate."""
+    coming = Arrivals(per_s, 100.0, 1.0)
+    found = leaving_late(world.scheduler._on_nodes(), world.registry.nodes, world.ledger, 0.03, coming)
+    return [(request.request_id, target.name) for request, target in found]
 
 
-@pytest.mark.parametrize(("tpots_s", "migrated"), [((0.024, 0.1, 0.1), []), ((0.024, 0.024, 0.024), ["reserve b1"])])
+@pytest.mark.parametrize(("per_s", "migrated"), [(60.0, []), (1.0, [("0/0", "b1")])])
+def test_nobody_moves_to_where_it_would_keep_prompts_waiting_for_longer_than_answers_there_do(per_s, migrated):
+    """Beside the answer there, one of 24 ms in steps of 20 ms leaves a sixth of the time to prompts."""
+    assert leaving(written_on_b0(0.024, 0.1, 0.1, num_left=198), per_s) == migrated
+
+
+@pytest.mark.parametrize(("tpots_s", "migrated"), [((0.024, 0.1, 0.1), []), ((0.024, 0.024, 0.024), [("0/0", "b1")])])
 def test_unless_more_are_late_here_than_prompts_would_be_there(tpots_s, migrated):
-    """Two steps more there, of 20 ms, of which answers of 24 ms leave a sixth to prompts, which need all: of prompts of
-    100 ms 4 * 5 / 6 * 0.4 are late, one of 1.3."""
-    assert written_on_b0(*tpots_s, num_left=195).tick(0.03) == migrated
+    """Of 2.1 prompts a second, 0.21 of the time, 197 steps of 24 ms leave a sixth: two are lost. Here one is late, or
+    three."""
+    assert leaving(written_on_b0(*tpots_s, num_left=198), 2.1) == migrated
 
 
 def test_prompts_to_come_that_cannot_be_late_do_not_count():
