@@ -76,8 +76,9 @@ class Prompt:
     """Hold the tokens that an attempt prefills and their LoRA adapter, and find their cached blocks.
 
     Block hashes are computed once per numerics id, and only as far as a node has all blocks before: the nodes of a
-    fleet have one fingerprint and one block size, so a block has the same hash on all of them. A node evicts no block
-    before those behind it, so that a few looks find how many of the blocks that are known it has.
+    fleet have one fingerprint and one block size, so a block has the same hash on all of them. A node evicts a block
+    after those behind it, so that a few looks find how many of the known blocks it has. The exception is a beginning
+    that two requests computed or received at the same time: its copy may go first, and the number is then too high.
     """
 
     def __init__(
@@ -159,13 +160,15 @@ class Prompt:
         """
         return () if self._is_computed_whole else self.block_hashes(block_size)
 
-    def tokens_to_compute(self, node: Node, coming: Container[int] = ()) -> int:
+    def tokens_to_compute(self, node: Node, coming: Container[int] = (), num_cached: int | None = None) -> int:
         """Return how many tokens of the prompt the node has to compute: those neither cached nor in `coming`.
 
-        `coming` are block hashes of prompts that the node is computing. Blocks are reused as a whole, and the last
-        token is always computed for the first output token: with it the rest of its block.
+        `coming` are block hashes of prompts that the node is computing; `num_cached` is what `tokens_cached` returned
+        for the node, where the caller has it. Blocks are reused as a whole, and the last token is always computed for
+        the first output token: with it the rest of its block.
         """
-        return self.tokens_beyond(node, max(self.tokens_cached(node), self.tokens_among(node, coming)))
+        num_cached = self.tokens_cached(node) if num_cached is None else num_cached
+        return self.tokens_beyond(node, max(num_cached, self.tokens_among(node, coming)))
 
     def tokens_beyond(self, node: Node, num_held: int) -> int:
         """Return how many tokens the node has to compute if it holds the first `num_held`, in whole blocks."""

@@ -332,10 +332,7 @@ class Costs:
         coming = self._ledger.prefill_hashes(node)
         if not coming and not node.hints:
             return len(self._prompt)
-        num_held = self._num_cached(node)
-        if coming:
-            num_held = max(num_held, self._prompt.tokens_among(node, coming))
-        return self._prompt.tokens_beyond(node, num_held)
+        return self._prompt.tokens_to_compute(node, coming, self._num_cached(node))
 
     def _num_cached(self, node: Node) -> int:
         if not node.hints:
