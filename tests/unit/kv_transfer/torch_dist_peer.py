@@ -36,7 +36,7 @@ async def send(descriptor, device, seconds):
     sender = KVSender(TorchDistDialer(device), store, deadline_s=PATIENCE_S)
     transfer = sender.start(bytes.fromhex(descriptor), print)
     transfer.blocks_ready(range(BIG_NUM_BLOCKS // 2))
-    await until(lambda: sender.num_messages > 2)
+    await until(lambda: sender.num_messages)
     await asyncio.sleep(seconds)
 
 
