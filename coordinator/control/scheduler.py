@@ -19,14 +19,14 @@ no Deliver and no Committed. Where a prefilled prompt gets no blocks within keep
 (Keep). A running request may migrate to another node (migration.py), and a prompt may get blocks from another node's
 prefix cache (prefix_fetch.py).
 
-A request for which no node is found waits for nodes up to node_wait_s, be it new or one whose node was lost. Every tick
-tries to place the waiting requests, the oldest first. A new attempt sends the prompt and the emitted tokens as one
-prompt, so the stream continues at the next index. Epochs grow over all requests: a report about an older attempt, even
-of the same request id, cannot be mistaken for a new one.
+A request for which no node is found waits for nodes up to node_wait_s (waiting.py), be it new or one whose node was
+lost. Every tick tries to place the waiting requests, the oldest first. A new attempt sends the prompt and the emitted
+tokens as one prompt, so the stream continues at the next index. Epochs grow over all requests: a report about an older
+attempt, even of the same request id, cannot be mistaken for a new one.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -54,7 +54,7 @@ from coordinator.control.instructions import (
     too_late,
     with_progress,
 )
-from coordinator.control.load import ArrivalEstimator, Ledger, Prompt
+from coordinator.control.load import Ledger, Prompt
 from coordinator.control.metrics import Metrics
 from coordinator.control.migration import TRANSITIONS as MIGRATION_TRANSITIONS
 from coordinator.control.migration import (
@@ -65,9 +65,9 @@ from coordinator.control.migration import (
     num_left,
     prompts_to_restart,
 )
-from coordinator.control.nodes import DRAINED, Node, Registry, has_path
-from coordinator.control.placement.costs import FETCH_NEVER, TransferEstimator, Wanted
-from coordinator.control.placement.policy import AUTO, POLICIES, Placed, Policy, best_decode_node, best_prefill_node
+from coordinator.control.nodes import DRAINED, Node, Registry
+from coordinator.control.placement.costs import FETCH_NEVER, TransferEstimator
+from coordinator.control.placement.policy import AUTO, POLICIES, Placed, Policy
 from coordinator.control.prefix_fetch import TRANSITIONS as PREFIX_FETCH_TRANSITIONS
 from coordinator.control.prefix_fetch import PrefixFetches
 from coordinator.control.request import (
@@ -82,12 +82,12 @@ from coordinator.control.request import (
     State,
     Timeline,
     Transition,
-    Wait,
     at_work,
 )
 from coordinator.control.request_log import History
 from coordinator.control.roles import Demand, EndedRequest, NodesNeeded
 from coordinator.control.slo import Slo
+from coordinator.control.waiting import Decision, Waiting
 from protos import fleet_pb2, inference_pb2
 from serving_core import reasons
 from serving_core.errors import RequestError
@@ -97,7 +97,6 @@ from serving_core.requests import Pooling, SamplingParams
 RETRY_S: Final = 1.0  # pause after every node has turned a request away
 REFUSALS: Final = (reasons.QUEUE_FULL, reasons.WOULD_BE_LATE)
 RESTART_REASONS: Final = (reasons.TRANSFER_FAILED, reasons.KV_CHECKSUM_MISMATCH)
-MAX_PLACEMENTS_PER_EVENT: Final = 16  # beside hundreds of requests with an SLO a placement takes milliseconds
 # Far more than one stream can be ahead of the other: each attempt's first token is on its way before its transfer.
 MAX_EARLY_TOKENS: Final = 1024
 
@@ -137,11 +136,12 @@ class Scheduler:
         """
         self._registry, self._ledger, self._metrics = registry, ledger, metrics
         self._max_requests, self._max_requests_per_key = max_live, max_live_per_asker
-        self._max_restarts, self._keep_after_s, self._node_wait_s = max_restarts, keep_after_s, node_wait_s
-        self._policy = policy
+        self._max_restarts, self._keep_after_s = max_restarts, keep_after_s
         self._admission = Admission(ledger, admits_late=admits_late, max_queue_wait_s=max_queue_wait_s)
-        self._arrivals, self._demand = ArrivalEstimator(), Demand()
-        self._transfers = TransferEstimator(fetches)
+        self._demand, self._transfers = Demand(), TransferEstimator(fetches)
+        self._waiting = Waiting(
+            registry, ledger, self._admission, self._transfers, policy=policy, node_wait_s=node_wait_s
+        )
         self._releases = Releases(first_epoch)
         self._migrations = Migrations(ledger, metrics, self._releases)
         fetch_estimator = self._transfers.prefix_fetches
@@ -150,8 +150,6 @@ class Scheduler:
         self.history = History()
         self._requests: dict[str, Request] = {}  # by id, in the order of admission
         self._age = 0  # requests admitted since the start
-        self._num_without_token = 0
-        self._event_s, self._num_placed = -inf, 0  # the time of the last event, and the placements made for it
 
     # ---- what others report ----
 
@@ -273,10 +271,9 @@ class Scheduler:
         request.resume(so_far.token_ids)
         if so_far.finish_reason:
             return [End(request_id, ended_before(request, so_far.finish_reason, now), timeline, now)]
-        instructions = self._begin(request, now)
+        placed = self._waiting.begin(request, now)
         self._requests[request_id] = request
-        self._num_without_token += not request.output
-        return instructions
+        return [] if placed is None else self._start(request, placed, now, since_s=request.timeline.start_s)
 
     def finish(self, request_id: str, finish_reason: inference_pb2.FinishReason, now: float) -> list[Instruction]:
         """End a request early with a finish reason, and return the instructions: Cancels, its End, starts of others.
@@ -453,7 +450,7 @@ class Scheduler:
                 waiting.append(request)
             elif request.state in ON_NODES:
                 instructions += self._handle(request, "tick", request.attempt.prefill, None, now)
-        instructions += self._place_waiting(waiting, now)
+        instructions += self._apply(self._waiting.place_waiting(waiting, now), now)
         return instructions + self._start_deferred(now) + self._relocate(now)
 
     def _on_nodes(self) -> list[Request]:
@@ -461,146 +458,19 @@ class Scheduler:
 
     # ---- placement ----
 
-    def _begin(self, request: Request, now: float) -> list[Instruction]:
-        """Start the first attempt of a new request, defer it, or let it wait for nodes."""
-        self._admission.arrived(request, now)
-        try:
-            placed = self._place(request, now)
-        except RequestError:
-            if not self._node_wait_s:
-                raise
-            return self._wait_for_nodes(request, now)
-        if request.limits_first:
-            num_output = self._ledger.lengths.left(0, request.num_tokens_left)
-            self._arrivals.add(now, self._num_to_compute(request.known, placed), num_output)
-        self._admission.check_wait(request, placed, self._num_without_token, now)
-        return self._admit(request, placed, now, since_s=request.timeline.start_s)
-
-    def _admit(
-        self, request: Request, placed: Placed, now: float, *, since_s: float | None = None
-    ) -> list[Instruction]:
-        """Start the first attempt, or defer it. Raises RequestError for a request that is refused."""
-        if self._admission.defer(request, placed, now):
-            return []
-        if not self._admission.admit(request, placed, self._num_without_token, now):
-            return []
-        return self._start(request, placed, now, since_s=since_s)
-
-    def _place_waiting(self, waiting: Sequence[Request], now: float) -> list[Instruction]:
-        """Place the requests that wait for nodes, the oldest first, and end those that have waited too long.
-
-        Where any request has an SLO, one call places at most MAX_PLACEMENTS_PER_EVENT.
-        """
+    def _apply(self, decisions: Iterable[Decision], now: float) -> list[Instruction]:
+        """Start or end each request as decided, before the next decision is made."""
         instructions: list[Instruction] = []
-        awake_s = self._registry.pauses.awake_s(now)
-        is_path = has_path(self._registry.nodes, embeds=self._registry.embeds)
-        for request in waiting:
-            is_over = awake_s >= request.wait.until_s
-            if now < request.wait.retry_s or not (is_path or is_over):
-                continue
-            try:
-                placed = self._place(request, now)
-            except RequestError as no_node:
-                if is_over:
-                    instructions += self._finish(request, with_progress(no_node, request), now)
-                continue
-            try:
-                instructions += self._admit(request, placed, now)
-            except RequestError as refusal:
-                instructions += self._finish(request, refusal, now)
-            if not self._may_place(now):
-                break
+        for request, decision in decisions:
+            if isinstance(decision, RequestError):
+                instructions += self._finish(request, decision, now)
+            else:
+                instructions += self._start(request, decision, now)
         return instructions
 
     def _start_deferred(self, now: float) -> list[Instruction]:
-        """Start deferred requests, as many as may begin, a few at a time: several times a second and at each end."""
-        queue, instructions = self._admission.deferred, list[Instruction]()
-        while self._may_place(now) and (request := queue.first) is not None:
-            try:
-                placed = self._place(request, now)
-                if not (placed.is_timely or self._admission.is_idle(placed)):
-                    num_prefill_nodes = sum(node.prefills for node in self._registry.nodes if node.is_ready)
-                    if (urgent := queue.urgent(placed, num_prefill_nodes, now)) is None:
-                        break
-                    if urgent is not request:
-                        request = urgent
-                        placed = self._place(request, now)
-            except RequestError as no_node:
-                instructions += self._without_node(request, no_node, now)
-            else:
-                instructions += self._start_first_deferred(request, placed, now)
-        return instructions + self._start_late(now)
-
-    def _start_first_deferred(self, request: Request, placed: Placed, now: float) -> list[Instruction]:
-        self._admission.deferred.learn(request, now)
-        try:
-            may_begin = self._admission.admit(request, placed, self._num_without_token, now)
-        except RequestError as refusal:
-            return self._finish(request, refusal, now)
-        return self._start(request, placed, now) if may_begin else []
-
-    def _start_late(self, now: float) -> list[Instruction]:
-        queue, instructions = self._admission.deferred, list[Instruction]()
-        while self._may_place(now) and (request := queue.first_late) is not None:
-            try:
-                placed = self._place(request, now)
-            except RequestError as no_node:
-                instructions += self._without_node(request, no_node, now)
-                continue
-            if not (self._admission.is_idle(placed) or queue.may_late_begin(placed)):
-                break
-            instructions += self._start(request, placed, now)
-        return instructions
-
-    def _without_node(self, request: Request, no_node: RequestError, now: float) -> list[Instruction]:
-        """Let a deferred request wait for nodes, or end it where requests may not wait."""
-        if not self._node_wait_s:
-            return self._finish(request, no_node, now)
-        self._admission.deferred.remove(request)
-        return self._wait_for_nodes(request, now)
-
-    def _wait_for_nodes(self, request: Request, now: float, retry_s: float = -inf) -> list[Instruction]:
-        """Let a request wait for nodes to attach; there are no instructions meanwhile."""
-        request.wait = Wait(self._registry.pauses.awake_s(now) + self._node_wait_s, retry_s)
-        request.enter(State.WAITING_FOR_NODES, now)
-        request.timeline.placed(now)
-        return []
-
-    def _place(self, request: Request, now: float) -> Placed:
-        """Return the placement of the request. Raises RequestError where no nodes can take it."""
-        num_ahead = self._admission.deferred.num_ahead(request)
-        if num_ahead:
-            num_ahead //= max(1, sum(node.decodes for node in self._registry.nodes))
-        wanted = Wanted(
-            request.known,
-            request.max_tokens,
-            request.avoid,
-            self._admission.planned_due(request),
-            len(request.output),
-            self._ledger.lengths.left(len(request.output), request.num_tokens_left),
-            self._arrivals.expected(now),
-            num_ahead,
-            self._admission.num_spare(request, now),
-            self._admission.tpot_margin,
-        )
-        fleet = self._registry.nodes, self._ledger, wanted, self._transfers.estimates(now)
-        if request.pooling is not None:
-            placed = best_prefill_node(*fleet)
-        else:
-            placed = best_decode_node(*fleet) or self._policy.place(*fleet, now)
-        self._num_placed = 1 + (self._num_placed if now == self._event_s else 0)
-        self._event_s = now
-        return placed
-
-    def _may_place(self, now: float) -> bool:
-        """Return whether one more placement that can wait may be made for this event."""
-        return now != self._event_s or self._num_placed < MAX_PLACEMENTS_PER_EVENT or not self._ledger.has_limits
-
-    def _num_to_compute(self, prompt: Prompt, placed: Placed) -> int:
-        """Return the prompt tokens that the prefill node must compute: neither cached, being computed nor fetched."""
-        num_fetched = 0 if placed.prefix_fetch is None else placed.prefix_fetch.num_fetched
-        node = placed.prefill_node
-        return prompt.tokens_to_compute(node, self._ledger.prefill_hashes(node)) - num_fetched
+        """Start deferred requests that may begin: several times a second and at each end."""
+        return self._apply(self._waiting.start_deferred(now), now)
 
     def _start(
         self, request: Request, placed: Placed, now: float, *, since_s: float | None = None
@@ -619,7 +489,7 @@ class Scheduler:
         self._admission.expect(request, placed, now)
         if (due := self._admission.planned_due(request)) is not None:
             self._ledger.set_due(request.request_id, due, len(request.output), request.num_tokens_left)
-        num_to_compute = self._num_to_compute(prompt, placed)
+        num_to_compute = self._waiting.num_to_compute(prompt, placed)
         self._ledger.prefill(request.request_id, prefill, num_to_compute, prompt.block_hashes(prefill.block_size))
         if request.pooling is None:
             hashes = () if kv_holders else prompt.hashes_shared(decode.block_size)
@@ -767,8 +637,8 @@ class Scheduler:
         gap_s, is_first = request.timeline.tokens(now), len(output) == len(tokens)
         self._metrics.tokens_came(len(tokens), gap_s, is_first=is_first)
         if is_first:
-            self._num_without_token -= 1
-            self._admission.first_token(request, self._num_without_token, now)
+            self._waiting.num_without_token -= 1
+            self._admission.first_token(request, self._waiting.num_without_token, now)
         if request.state is State.MIGRATED:
             self._migrations.tokens_came(request, tokens[0].index, tokens[-1].index, gap_s, now)
         self._ledger.tokens_came([request.request_id], attempt.decode, len(tokens))
@@ -803,7 +673,7 @@ class Scheduler:
         nodes, instructions = self._registry.nodes, list[Instruction]()
         for request in prompts_to_restart(self._on_nodes(), nodes):
             instructions += self._restart_elsewhere(request, now)
-        to_relieve = partial(leaving_late, arrivals=self._arrivals.expected(now))
+        to_relieve = partial(leaving_late, arrivals=self._waiting.arrivals.expected(now))
         for departures in (leaving_drained, leaving_full, to_relieve):
             for request, target in departures(self._on_nodes(), nodes, self._ledger, now):
                 instructions += self._migrations.begin(request, target, now)
@@ -888,13 +758,15 @@ class Scheduler:
         request.num_excused += is_excused
         self._metrics.num_restarts += 1
         request.avoid.append(node)
-        if self._node_wait_s and not self._may_place(now):  # the loss of one node restarts many requests
-            return instructions + self._wait_for_nodes(request, now)
+        if self._waiting.may_wait and not self._waiting.may_place(now):  # the loss of one node restarts many requests
+            self._waiting.wait_for_nodes(request, now)
+            return instructions
         try:
-            placed = self._place(request, now)
+            placed = self._waiting.place(request, now)
         except RequestError as no_node:
-            if self._node_wait_s:
-                return instructions + self._wait_for_nodes(request, now)
+            if self._waiting.may_wait:
+                self._waiting.wait_for_nodes(request, now)
+                return instructions
             final = RequestError(no_node.reason, str(no_node), **error.metadata)
             return instructions + self._end(request, final, now)
         return instructions + self._start(request, placed, now)
@@ -911,22 +783,23 @@ class Scheduler:
         if node not in request.avoid:
             request.avoid.append(node)
         try:
-            placed = self._place(request, now)
+            placed = self._waiting.place(request, now)
         except RequestError:
             placed = None
         if placed is not None and not request.full_nodes & {placed.prefill_node, placed.decode_node}:
             return instructions + self._start(request, placed, now)
         request.full_nodes.clear()
-        return instructions + self._wait_for_nodes(request, now, retry_s=now + RETRY_S)
+        self._waiting.wait_for_nodes(request, now, retry_s=now + RETRY_S)
+        return instructions
 
     def _restart_elsewhere(self, request: Request, now: float) -> list[Instruction]:
         """Restart a request on ready nodes without counting a restart; where there are none, it stays."""
         try:
-            self._place(request, now)
+            self._waiting.place(request, now)
         except RequestError:
             return []
         instructions = self._leave_nodes(request, now)
-        placed = self._place(request, now)  # without the load of the attempt that was cancelled
+        placed = self._waiting.place(request, now)  # without the load of the attempt that was cancelled
         return instructions + self._start(request, placed, now)
 
     def _leave_nodes(self, request: Request, now: float) -> list[Instruction]:
@@ -955,7 +828,7 @@ class Scheduler:
     ) -> list[Instruction]:
         """End a request as `_end` does. Call `_start_deferred` once after all such requests."""
         del self._requests[request.request_id]
-        self._num_without_token -= not request.output
+        self._waiting.num_without_token -= not request.output
         self.history.ended(request, outcome, now)
         if request.slo is not None and request.slo.has_limits:
             self._metrics.attainment.ended(request.slo, outcome)
@@ -1009,8 +882,8 @@ _TRANSITIONS: Final = (
 # What the scheduler decides itself, for clients, as time passes and in the handlers above.
 DECISIONS: Final = (
     Transition((State.QUEUED, State.WAITING_FOR_NODES), "placed", Scheduler._start, (State.PREFILLING,)),
-    Transition((State.QUEUED,), "no nodes", Scheduler._wait_for_nodes, (State.WAITING_FOR_NODES,)),
-    Transition((State.WAITING_FOR_NODES,), "deferred", Scheduler._admit, (State.QUEUED,)),
+    Transition((State.QUEUED,), "no nodes", Waiting.wait_for_nodes, (State.WAITING_FOR_NODES,)),
+    Transition((State.WAITING_FOR_NODES,), "deferred", Waiting.place_waiting, (State.QUEUED,)),
     Transition(ON_NODES, "restarted", Scheduler._leave_nodes, (State.QUEUED,)),
     Transition((State.DECODING,), "migration chosen", Scheduler._relocate, (State.RESERVING_TARGET,)),
     Transition(set(State) - {State.FINISHED}, "ended", Scheduler._finish, (State.FINISHED,)),
