@@ -19,7 +19,6 @@ from kv_transfer.results import TransferError
 from serving_core.sharding import head_range, share_of
 
 MAX_KNOWN_PLANS: Final = 64  # pairs of grids; a fleet has few
-ANY_LAYER: Final = range(1)  # without pipeline stages the plan is the same in every layer
 
 
 class Grid(NamedTuple):
@@ -98,61 +97,6 @@ def holdings(grid: Grid, num_kv_heads: int, layers: range) -> list[Holding]:
         raise TransferError(f"{len(layers)} layers cannot be split over {grid.pp} stages")
     stages = [share_of(len(layers), stage, grid.pp) for stage in range(grid.pp)]
     return [Holding(layers[stage.start : stage.stop], heads) for stage in stages for heads in shares]
-
-
-def describe(prefill: Grid, decode: Grid, num_kv_heads: int, layers: range = ANY_LAYER) -> list[str]:
-    """Return in words what a prefill node's ranks send to a decode node's, one line for each fact.
-
-    `prefill` and `decode` are the grids of ranks, which hold num_kv_heads heads in `layers`. The lines say what every
-    rank holds, what every channel sends with its share of the bytes, and how many bytes are sent in total. Raises
-    TransferError for sizes below 1 and for more stages than layers.
-    """
-    sources, destinations = (holdings(grid, num_kv_heads, layers) for grid in (prefill, decode))
-    copies = plan_copies(sources, destinations)
-    num_sent = sum(len(copy.source_heads) * len(copy.layers) for copy in copies)
-    channels = []
-    for copy in copies:
-        start = sources[copy.source_rank].heads.start
-        heads = _words(range(start + copy.source_heads.start, start + copy.source_heads.stop))
-        share = f"{100 * len(copy.source_heads) * len(copy.layers) / num_sent:.3g} % of the bytes sent"
-        sent = f"{heads}{_in_layers(copy.layers, layers)}"
-        channels.append(f"prefill rank {copy.source_rank} sends {sent} to decode rank {copy.destination_rank}: {share}")
-    senders = {copy.source_rank for copy in copies}
-    silent = [f"prefill rank {rank} sends nothing" for rank in range(len(sources)) if rank not in senders]
-    total = f"total sent: {num_sent / num_kv_heads / len(layers):.3g} x the bytes of the unreplicated cache"
-    return [
-        *_holdings("prefill", sources, num_kv_heads, layers),
-        *_holdings("decode", destinations, num_kv_heads, layers),
-        *channels,
-        *silent,
-        total,
-    ]
-
-
-def _holdings(role: str, ranks: Sequence[Holding], num_kv_heads: int, layers: range) -> list[str]:
-    lines = []
-    for rank, held in enumerate(ranks):
-        others = [str(other) for other, each in enumerate(ranks) if other != rank and each == held]
-        replicated = f", as {_listed(others, f'{role} rank')} {'do' if others[1:] else 'does'}" if others else ""
-        part = f"{_words(held.heads)} of {num_kv_heads}{_in_layers(held.layers, layers)}"
-        lines.append(f"{role} rank {rank} holds {part}{replicated}")
-    return lines
-
-
-def _in_layers(held: range, layers: range) -> str:
-    """Return the layers in words, empty if `held` covers all of `layers`."""
-    if held == layers:
-        return ""
-    return f" in layer {held.start}" if len(held) == 1 else f" in layers {held.start}-{held.stop - 1}"
-
-
-def _listed(items: list[str], noun: str) -> str:
-    *most, last = items
-    return f"{noun}s {', '.join(most)} and {last}" if most else f"{noun} {last}"
-
-
-def _words(heads: range) -> str:
-    return f"head {heads.start}" if len(heads) == 1 else f"heads {heads.start}-{heads.stop - 1}"
 
 
 def _shares(tp_size: int, num_kv_heads: int) -> list[range]:

@@ -34,10 +34,6 @@ COMMANDS: Final = {
     "prefill": ("splitserve.commands.roles:prefill", "Run one prefill node."),
     "decode": ("splitserve.commands.roles:decode", "Run one decode node."),
     "mixed": ("splitserve.commands.roles:mixed", "Run one node that prefills and decodes."),
-    "plan-transfer": (
-        "splitserve.commands.plan_transfer:plan_transfer_command",
-        "Show which KV heads go from which prefill rank to which decode rank.",
-    ),
     "doctor": ("", "Measure from which lengths on this machine gains by splitting prefill and decode; or check bits."),
     "simulate": ("", "Simulate a load on a fleet, with the real schedulers and placement."),
     "plan": ("", "Find the nodes that serve the most requests within their SLO, by simulation."),

@@ -51,8 +51,6 @@ from splitserve_bench.doctor.split_model import (
     fit_prefill,
     fit_transfers,
     pays_between,
-    prompt_tokens_per_output_token,
-    smoother_from,
 )
 from splitserve_bench.doctor.steps import ANSWERS, GO_ON, MEASURE, PROMPTS, StepFigures, StepTask
 from splitserve_bench.errors import BenchError
@@ -110,14 +108,12 @@ class DoctorBench:
 class PaysBetween:
     """The prompt lengths between which a prefill and a decode node beat two mixed nodes, for one output length.
 
-    Both are None when there is no such length. `smoother_from_tokens` is the prompt length from which on the time
-    between tokens is less, whatever the request rate; None when there is none.
+    Both are None when there is no such length.
     """
 
     output_tokens: int
     least_prompt_tokens: int | None
     most_prompt_tokens: int | None
-    smoother_from_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +137,6 @@ class DoctorFigures:
     steps: tuple[Measured, ...]
     transfers: tuple[Measured, ...]
     costs: NodeCosts
-    balanced_prompt_tokens: int  # the prompt whose tokens are weighed against those of answers
-    balance: float  # tokens of such a prompt that take as long as one output token
     comparisons: tuple[Comparison, ...]
     most_prompt_tokens: int  # that the ranges go to: those that the model takes
     pays: tuple[PaysBetween, ...]
@@ -231,7 +225,6 @@ def conclude(
         token_bytes,
         None if whole is None else WholeCost(*_fitted(sizes, whole)),
     )
-    usual = sizes.prompt_tokens[len(sizes.prompt_tokens) // 2]
     lengths = [(prompt, output) for prompt in sizes.prompt_tokens for output in sizes.output_tokens]
     return DoctorFigures(
         model=model,
@@ -243,8 +236,6 @@ def conclude(
         steps=tuple(map(Measured, batches_of(sizes.running), _first(of_decode))),
         transfers=tuple(transfers),
         costs=costs,
-        balanced_prompt_tokens=usual,
-        balance=prompt_tokens_per_output_token(costs, sizes.running, usual),
         comparisons=tuple(compare(costs, sizes.running, *each) for each in lengths),
         most_prompt_tokens=most_tokens,
         pays=tuple(_pays(costs, sizes.running, output, most_tokens) for output in sizes.output_tokens),
@@ -264,7 +255,7 @@ def _fitted(sizes: DoctorBench, nodes: Sequence[StepFigures]) -> tuple[PrefillCo
 
 def _pays(costs: NodeCosts, running: int, output_tokens: int, most_tokens: int) -> PaysBetween:
     least, most = pays_between(costs, running, output_tokens, most_tokens) or (None, None)
-    return PaysBetween(output_tokens, least, most, smoother_from(costs, running, output_tokens, most_tokens))
+    return PaysBetween(output_tokens, least, most)
 
 
 def batches_of(running: int) -> tuple[int, ...]:

@@ -104,15 +104,9 @@ def assumption_lines(figures: DoctorFigures) -> list[str]:
 
 
 def pays_lines(figures: DoctorFigures) -> list[str]:
-    """Return sentences: from which lengths on a prefill and a decode node beat two mixed ones, and their balance."""
+    """Return sentences: from which lengths on a prefill and a decode node beat two mixed ones."""
     lines = [f"With {2 * figures.running} running sequences the split pays on this machine"]
     lines += [f"  {_range(each, figures.most_prompt_tokens)}" for each in figures.pays]
-    balance = figures.balance
-    lines.append(
-        f"One output token costs as much as {balance:.1f} tokens of a prompt of {figures.balanced_prompt_tokens}: one "
-        "prefill node keeps one decode node busy, and not more, when such prompts are about "
-        f"{balance:.1f} times as long as outputs."
-    )
     lines.append("For longer prompts have more prefill nodes, for longer outputs more decode nodes.")
     return lines + _whole_lines(figures)
 
@@ -142,14 +136,10 @@ def _whole_lines(figures: DoctorFigures) -> list[str]:
 def _range(each: PaysBetween, most_prompt_tokens: int) -> str:
     answers = f"for outputs of {each.output_tokens} tokens"
     if each.least_prompt_tokens is None:
-        pays = f"{answers} at no prompt length up to {most_prompt_tokens}"
-    elif each.most_prompt_tokens == most_prompt_tokens:
-        pays = f"{answers} from prompts of {each.least_prompt_tokens} tokens on"
-    else:
-        pays = f"{answers} with prompts of {each.least_prompt_tokens} to {each.most_prompt_tokens} tokens"
-    if each.smoother_from_tokens is None:
-        return pays
-    return f"{pays}; if a steady TPOT matters more than requests/s, from prompts of {each.smoother_from_tokens} on"
+        return f"{answers} at no prompt length up to {most_prompt_tokens}"
+    if each.most_prompt_tokens == most_prompt_tokens:
+        return f"{answers} from prompts of {each.least_prompt_tokens} tokens on"
+    return f"{answers} with prompts of {each.least_prompt_tokens} to {each.most_prompt_tokens} tokens"
 
 
 def _nodes_line(figures: DoctorFigures) -> str:

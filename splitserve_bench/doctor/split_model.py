@@ -162,29 +162,6 @@ def pays_between(costs: NodeCosts, running: int, output_tokens: int, most_prompt
     return max(found, key=lambda ends: ends[1] / ends[0], default=None)
 
 
-def smoother_from(costs: NodeCosts, running: int, output_tokens: int, most_prompt_tokens: int) -> int | None:
-    """Return the least prompt length from which on the split takes a tenth less time between tokens, or None.
-
-    How many requests it serves does not matter; `running` of them run at a time for each node. Lengths up to
-    `most_prompt_tokens` are tried, each a twentieth above the last.
-    """
-    found = None
-    for each in reversed(_lengths(most_prompt_tokens)):
-        if compare(costs, running, each, output_tokens).pace_ratio < MARGIN:
-            break
-        found = each
-    return found
-
-
-def prompt_tokens_per_output_token(costs: NodeCosts, running: int, prompt_tokens: int) -> float:
-    """Return how many tokens of such a prompt take as long as an output token of a step of 2 * `running` requests.
-
-    At such a ratio of prompt to output tokens the prefill and the decode node are in balance.
-    """
-    step_s = costs.decode.at(2 * running, costs.decode.columns[0])
-    return step_s / (2 * running) * prompt_tokens / costs.prefill.prefill_s(prompt_tokens)
-
-
 def fit_prefill(points: Sequence[tuple[int, float]]) -> PrefillCost:
     """Return the prefill cost closest to these pairs of prompt tokens and seconds, by least relative squares.
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import click
 
 from serving_core.process.cpus import allowed_cpus
-from serving_core.process.extras import require
 from serving_core.settings import KV_CACHE_DTYPES, QUANTIZATIONS
 from splitserve.commands.terminal import counting, report, stderr, stdout
 from splitserve.signals import run_to_end
@@ -30,7 +29,6 @@ from splitserve_bench.options import (
 )
 from splitserve_bench.plan.hardware import DEVICES, INFINIBAND, LINK_NAMES
 from splitserve_bench.plan.loads import MOST_COUNTED, LoadOptions
-from splitserve_bench.report import save_json
 from splitserve_bench.serve.command import (
     ABOVE_0,
     RANDOM,
@@ -221,11 +219,6 @@ search_options = options_of(
         help="Simulate in this many processes; default: one for each CPU.",
     ),
 )
-output_options = options_of(
-    option("--plot", type=NewFile(), help="Draw the knees into this file (PNG)."),
-    option("--save", "save_path", type=NewFile(), help="Write the JSON object to this file."),
-    json_option,
-)
 
 
 @click.group("plan", cls=PlanGroup, invoke_without_command=True)
@@ -234,21 +227,17 @@ output_options = options_of(
 @objective_options
 @load_options
 @search_options
-@output_options
+@json_option
 @click.pass_context
-def plan_command(
-    context: click.Context, /, jobs: int, plot: Path | None, save_path: Path | None, as_json: bool, **flags: Any
-) -> None:
+def plan_command(context: click.Context, /, jobs: int, as_json: bool, **flags: Any) -> None:
     """Find how to divide --gpus devices into prefill nodes, decode nodes and mixed nodes, and with how many
     ranks each, for the most good requests a second: by simulation, with the decisions of the real coordinator and the
     real nodes."""
     if context.invoked_subcommand is not None:
         return
-    from splitserve_bench.plan.report import best_commands, draw, findings_of, plan_json, plan_view, words_of
+    from splitserve_bench.plan.report import best_commands, findings_of, plan_json, plan_view, words_of
     from splitserve_bench.plan.search import study_of
 
-    if plot is not None:
-        require("bench")
     options = plan_options_of(flags)
     study = study_of(options)
     for line in study.machines.unfit:
@@ -265,12 +254,6 @@ def plan_command(
         stdout.print(plan_view(study, found))
         for line in (*words_of(found, options.objective), *best_commands(study, found)):
             stdout.print(line, markup=False, soft_wrap=True)  # so that commands can be copied
-    if save_path is not None:
-        save_json(plan_json(study, found), save_path)
-        report(f"written: {save_path}")
-    if plot is not None:
-        draw(study, found, plot)
-        report(f"picture: {plot}")
 
 
 @plan_command.command("profile")

@@ -1,4 +1,4 @@
-"""Show what a search found, best plan first: in words, as a table, as JSON, as a picture, and as commands to run it."""
+"""Show what a search found, best plan first: in words, as a table, as JSON, and as commands to run it."""
 
 import json
 import math
@@ -6,7 +6,6 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Group
@@ -15,7 +14,6 @@ from rich.table import Table
 
 from coordinator.control.slo import DEFAULT, MAX_MS, MS
 from coordinator.settings import CoordinatorSettings
-from serving_core.errors import SettingsError
 from splitserve.commands.terminal import plain_table
 from splitserve_bench.compare.search import Counted, SearchResult, plain, settle
 from splitserve_bench.plan.candidates import OBJECTIVES, Placed, Plan
@@ -25,7 +23,6 @@ from splitserve_bench.plan.nodes import MEMORY, NodeKind, NodeOptions
 from splitserve_bench.plan.race import Race, Runner
 from splitserve_bench.plan.search import Study
 from splitserve_bench.serve.metrics import Limits
-from splitserve_bench.serve.plots import AttainmentPoint, plot_attainment
 from splitserve_bench.simulate.profile import MEASURED
 
 
@@ -175,7 +172,6 @@ def _interval(finding: Finding) -> str:
     return f"{low} to {high}"
 
 
-MOST_CURVES: Final = 6
 WEIGHTS: Final = "weights_memory_bytes"  # a flag that nodes may have which need not
 SECRETS: Final = "SPLITSERVE_FLEET_SECRET and SPLITSERVE_API_KEY"  # without which nobody listens off loopback
 PUBLIC: Final = "--host 0.0.0.0 --http-host 0.0.0.0 --fleet-host 0.0.0.0"
@@ -331,23 +327,6 @@ def plan_json(study: Study, found: list[Finding]) -> dict[str, Any]:
         "plans": [finding_json(each, study.options.cells) for each in found],
         "unfit": list(study.machines.unfit),
     }
-
-
-def draw(study: Study, found: list[Finding], path: Path) -> None:
-    """Draw attainment by rate for the best plans that were probed at more than one rate.
-
-    Raises SettingsError when the picture cannot be written.
-    """
-    what, _ = OBJECTIVES[study.options.objective]
-    points = [
-        AttainmentPoint(str(each.plan), counted.rate * each.scale, counted.attainment, counted.interval)
-        for each in [each for each in found if len(each.curve) > 1][:MOST_CURVES]
-        for counted in each.curve
-    ]
-    try:
-        plot_attainment(points, study.options.attainment, path, rate=f"request rate, {what}")
-    except OSError as error:
-        raise SettingsError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _goodput(finding: Finding, cells: int) -> str:

@@ -1,6 +1,6 @@
 """Decide when the requests of an open-loop load are sent, whatever the server does.
 
-They come at one rate, at a rate that grows from request to request, or in stages.
+They come at one rate, or in stages.
 """
 
 import math
@@ -14,27 +14,9 @@ from typing import Final
 from serving_core.errors import SettingsError
 from splitserve_bench.errors import BenchError
 
-LINEAR, EXPONENTIAL = "linear", "exponential"
-RAMPS: Final = (LINEAR, EXPONENTIAL)
 MAX_STAGED_REQUESTS: Final = 100_000
 MAX_STAGED_S: Final = 86_400.0
 _STAGE: Final = re.compile(r"(\d+(?:\.\d+)?)x(\d+(?:\.\d+)?)", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class Ramp:
-    """A rate that changes from request to request, as in vLLM's --ramp-up-strategy: by a constant step or factor."""
-
-    strategy: str  # one of RAMPS
-    start_per_s: float
-    end_per_s: float
-
-    def gap_s(self, index: int, num_requests: int) -> float:
-        """Return the mean gap in seconds before request `index` of `num_requests`, the inverse of the rate there."""
-        share = index / max(num_requests - 1, 1)
-        if self.strategy == LINEAR:
-            return 1 / (self.start_per_s + (self.end_per_s - self.start_per_s) * share)
-        return 1 / (self.start_per_s * math.pow(self.end_per_s / self.start_per_s, share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +50,18 @@ def send_times_s(num_requests: int, rate_per_s: float, burstiness: float, rng: R
     """
     if not rate_per_s > 0:
         raise BenchError(f"the request rate must be above 0 requests/s, not {rate_per_s:g}")
-    times_s = _times_s([1.0] * num_requests, num_requests / rate_per_s, burstiness, rng)
-    return [0.0] * num_requests if math.isinf(rate_per_s) else times_s
-
-
-def ramp_times_s(num_requests: int, ramp: Ramp, burstiness: float, rng: Random) -> list[float]:
-    """Return when each request of a changing rate is sent, in seconds after the start of the load.
-
-    The load lasts as long as its mean gaps together, with every `rng`; `burstiness` is as in send_times_s. Raises
-    BenchError for a burstiness that is not above 0.
-    """
-    means_s = [ramp.gap_s(index, num_requests) for index in range(num_requests)]
-    return _times_s(means_s, math.fsum(means_s), burstiness, rng)
+    if not burstiness > 0:
+        raise BenchError(f"burstiness must be above 0, not {burstiness:g}")
+    if math.isinf(rate_per_s):
+        return [0.0] * num_requests
+    is_even = math.isinf(burstiness)
+    passed = list(
+        accumulate(1.0 if is_even else rng.gammavariate(burstiness, 1 / burstiness) for _ in range(num_requests))
+    )
+    if not passed or passed[-1] == 0:  # nothing to scale: a burstiness near 0 makes gaps too small for a float
+        return passed
+    last_s = num_requests / rate_per_s
+    return [last_s * (each / passed[-1]) for each in passed]
 
 
 def stage_times_s(stages: Sequence[Stage], burstiness: float, seed: int) -> list[float]:
@@ -135,15 +117,3 @@ def stages_of(text: str, base_per_s: float) -> tuple[Stage, ...]:
             "can be sent"
         )
     return stages
-
-
-def _times_s(means: Sequence[float], last_s: float, burstiness: float, rng: Random) -> list[float]:
-    """Return times after gaps of these means, scaled so that the last one is at `last_s`."""
-    if not burstiness > 0:
-        raise BenchError(f"burstiness must be above 0, not {burstiness:g}")
-    is_even = math.isinf(burstiness)
-    gaps = [mean * (1.0 if is_even else rng.gammavariate(burstiness, 1 / burstiness)) for mean in means]
-    passed = list(accumulate(gaps))
-    if not passed or passed[-1] == 0:  # nothing to scale: a burstiness near 0 makes gaps too small for a float
-        return passed
-    return [last_s * (each / passed[-1]) for each in passed]

@@ -19,7 +19,7 @@ from serving_core.net.tls import TlsFiles
 from splitserve.commands.server_options import SERVER_VARIABLE, api_key_option, tls_options
 from splitserve.signals import run_to_end
 from splitserve_bench.options import Command, NumberRange, RepeatingCommand, json_option, option, options_of
-from splitserve_bench.serve.arrivals import RAMPS, Ramp, parse_stages
+from splitserve_bench.serve.arrivals import parse_stages
 from splitserve_bench.serve.drawn import DrawnBy
 from splitserve_bench.serve.records import BACKENDS, CHATS, COMPLETIONS, LIMITS, OPENAI, SPLITSERVE, Target
 
@@ -39,7 +39,6 @@ SCHEME: Final = "://"
 OTHER_NAME: Final = re.compile(r"^--(target|base-url)(?==|$)")
 WORD: Final = re.compile(r"(?!--).*", re.DOTALL)
 ABOVE_0: Final = NumberRange(0, min_open=True)
-RATE: Final = NumberRange(0, 1e9, min_open=True)
 COUNT, LENGTH = click.IntRange(0), click.IntRange(1)
 FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER: Final = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -115,9 +114,6 @@ class ServeOptions:
     num_prompts: int | None
     request_rate: float
     burstiness: float
-    ramp_up_strategy: str | None
-    ramp_up_start_rps: float | None
-    ramp_up_end_rps: float | None
     stages: str | None
     attainment: float
     length_scale: float
@@ -152,12 +148,6 @@ class ServeOptions:
         return dataset_of({each.name: getattr(self, each.name) for each in fields(self)})
 
     @property
-    def ramp(self) -> Ramp | None:
-        """Return how the rate grows; None for a constant rate."""
-        strategy, start, end = self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps
-        return None if strategy is None or start is None or end is None else Ramp(strategy, start, end)
-
-    @property
     def wants_capacity(self) -> bool:
         """Return whether the stages are multiples of a rate that has to be measured first."""
         return self.stages is not None and math.isinf(self.request_rate)
@@ -176,13 +166,10 @@ class ServeOptions:
 
     def check_pace(self) -> None:
         """Raise SettingsError for flags about when requests are sent that contradict one another or have no effect."""
-        ramp = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
-        is_ramp = ramp != (None, None, None)
         if self.stages is not None:
             others = {
                 f"--dataset-name {SESSIONS}": self.dataset_name == SESSIONS,
                 "--num-prompts": self.num_prompts is not None,
-                "--ramp-up-strategy": is_ramp,
                 "--max-concurrency": self.max_concurrency is not None,
             }
             if given := [flag for flag, is_given in others.items() if is_given]:
@@ -196,12 +183,6 @@ class ServeOptions:
             parse_stages(self.stages)
             return
         check_burstiness(self.dataset_name, self.burstiness)
-        if is_ramp and None in ramp:
-            raise SettingsError("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps belong together")
-        if is_ramp and self.dataset_name in TRACES:
-            raise SettingsError(f"--ramp-up-strategy is of random arrivals: {self.dataset_name} has times of its own")
-        if is_ramp and math.isfinite(self.request_rate):
-            raise SettingsError(f"--request-rate {self.request_rate:g} is one rate, and --ramp-up-strategy says others")
 
     @property
     def backend_name(self) -> str:
@@ -458,14 +439,6 @@ dataset_options = options_of(
     ),
 )
 pace_options = options_of(
-    option(
-        "--ramp-up-strategy",
-        type=click.Choice(RAMPS),
-        help="Let the rate grow from request to request, instead of --request-rate: by as much (linear), "
-        "or by as many times (exponential).",
-    ),
-    option("--ramp-up-start-rps", type=RATE, help="Begin a growing rate with this many requests a second."),
-    option("--ramp-up-end-rps", type=RATE, help="End a growing rate with this many requests a second."),
     option("--max-concurrency", type=LENGTH, help="Send at most this many requests at the same time; the rest wait."),
     client_options(600.0),
 )

@@ -222,12 +222,10 @@ def lag_warnings(summary: Summary, max_concurrency: int | None = None) -> list[s
 
 
 def _load_line(run: Run) -> str:
-    rate, ramp, burstiness = run.request_rate_per_s, run.options.ramp, f", burstiness {run.options.burstiness:g}"
+    rate, burstiness = run.request_rate_per_s, f", burstiness {run.options.burstiness:g}"
     if run.stages:
         parts = ", ".join(f"{stage.times:g} times for {stage.seconds:g} s" for stage in run.stages)
         how = f"stages of {rate:.4g} requests/s: {parts}{burstiness}"
-    elif ramp is not None:
-        how = f"{ramp.start_per_s:g} to {ramp.end_per_s:g} requests/s, {ramp.strategy}{burstiness}"
     else:
         how = "no fixed rate" if math.isinf(rate) else f"{rate:g} requests/s{burstiness}"
     if run.options.max_concurrency is not None:

@@ -29,7 +29,7 @@ from splitserve_bench.serve.stages import StageFindings
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was run. An infinite request rate is all requests at once, a trace at its own times, or a ramp.
+    """What was run. An infinite request rate is all requests at once, a trace at its own times.
 
     `stages` are multiples of the request rate. `num_clipped` requests were cut to what the model takes; `tier` is what
     the KV offload of a simulated fleet did, None where it has none. `digest` is that of a simulation's arguments, which
@@ -77,13 +77,11 @@ def file_name(run: Run) -> str:
     Without --label the backend is named; the concurrency only where it is limited; of the model the last part of its
     name.
     """
-    limit, ramp = run.options.max_concurrency, run.options.ramp
+    limit = run.options.max_concurrency
     concurrency = "" if limit is None else f"-concurrency{limit}"
     label = (run.options.label or run.options.backend_name).replace("/", "-")
     model = run.model_id.rstrip("/").rsplit("/", 1)[-1]
     rate = f"{run.request_rate_per_s}qps"
-    if ramp is not None:
-        rate = f"ramp-up-{ramp.strategy}-{ramp.start_per_s}qps-{ramp.end_per_s}qps"
     if run.stages:
         rate = f"stages-{run.request_rate_per_s:.4g}qps"
     return f"{label}-{rate}{concurrency}-{model}-{run.digest or run.date}.json"
@@ -150,7 +148,7 @@ def request_lines(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
 
 def _setup(run: Run, summary: Summary) -> dict[str, Any]:
     options = run.options
-    setup = {
+    return {
         "date": run.date,
         "backend": options.backend_name,
         "label": options.label,
@@ -162,10 +160,6 @@ def _setup(run: Run, summary: Summary) -> dict[str, Any]:
         "burstiness": options.burstiness if math.isfinite(options.burstiness) else "inf",
         "max_concurrency": options.max_concurrency,
     }
-    if (ramp := options.ramp) is not None:
-        setup["ramp_up_strategy"] = ramp.strategy
-        setup |= {"ramp_up_start_rps": ramp.start_per_s, "ramp_up_end_rps": ramp.end_per_s}
-    return setup
 
 
 def _figures(summary: Summary) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from coordinator.text.rendering import DEFAULT, Renderer
 from coordinator.text.tokenizer import template_sources
 from serving_core.model_files.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.arrivals import Stage, ramp_times_s, send_times_s, stage_times_s, stages_of
+from splitserve_bench.serve.arrivals import Stage, send_times_s, stage_times_s, stages_of
 from splitserve_bench.serve.command import (
     AZURE,
     CAPACITY_REQUESTS,
@@ -269,10 +269,7 @@ def _of_any_length(
 
 
 def _times_s(count: int, options: ServeOptions) -> list[float]:
-    rng = Random(f"{options.seed} arrivals")
-    if options.ramp is not None:
-        return ramp_times_s(count, options.ramp, options.burstiness, rng)
-    return send_times_s(count, options.request_rate, options.burstiness, rng)
+    return send_times_s(count, options.request_rate, options.burstiness, Random(f"{options.seed} arrivals"))
 
 
 # ---- texts ----

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Final
 import click
 from rich.console import Group, RenderableType
 
+from serving_core.model_files.config import read_model_config
 from serving_core.process.extras import needs
 from serving_core.settings import DEVICES, KV_CACHE_DTYPES, EngineSettings
 from serving_core.units import size_of
-from splitserve.commands.plan_transfer import layout_of
 from splitserve.commands.terminal import report
+from splitserve.launch.models import resolve
 from splitserve.signals import run_to_end
 from splitserve_bench.options import json_option, option
 from splitserve_bench.report import print_figures, table_of
@@ -61,7 +62,8 @@ def transfer_command(
     in memory."""
     from splitserve_bench.transfer.measure import TransferBench, measure_transfer  # imports torch, unlike help
 
-    layout = layout_of(model, block_size, kv_cache_dtype)
+    config = read_model_config(resolve(model, report).folder)
+    layout = config.kv_layout(block_size, config.dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
     lengths = tuple(dict.fromkeys(prompt_tokens))
     sizes = TransferBench(tuple(dict.fromkeys(transports)), lengths, repeats, scattered, device)
 

@@ -60,10 +60,13 @@ FATES: Final[tuple[tuple[str, Fate], ...]] = (
     (r"splitserve status --json --watch", By(_CLI + "test_status_watch_shows_it_again_and_outlives_the_server")),
     (r"splitserve top --once", Here()),
     (r"splitserve top", By(_UNIT + "test_top.py::test_it_goes_on_until_a_key_and_leaves_the_terminal_as_it_was")),
+    (
+        r"splitserve drain --all",  # after it the cluster of the other commands takes no request
+        By(_SYSTEM + "test_upgrade.py::test_a_fleet_that_drains_ends_its_requests_and_takes_no_more"),
+    ),
     (r"splitserve (role|drain) ", Here()),
     (r"splitserve --version", Here()),
     (r"splitserve certs ", Here()),
-    (r"splitserve plan-transfer ", Here()),
     (r"curl http://localhost:8000/(metrics|ready|v1/chat/completions|inference/v1/generate)", Here()),
     (
         r"curl http://localhost:8000/v1/(un)?load_lora_adapter",

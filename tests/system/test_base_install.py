@@ -35,7 +35,6 @@ IN_BASE = {
     "top",
     "role",
     "drain",
-    "plan-transfer",
     "simulate",
     "bench serve",
     "plan profile",

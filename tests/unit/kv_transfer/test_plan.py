@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.plan import ANY_LAYER, Grid, Holding, KVCopy, describe, holdings, plan_copies, plan_nodes
+from kv_transfer.plan import Grid, Holding, KVCopy, holdings, plan_copies, plan_nodes
 from kv_transfer.results import TransferError
 from serving_core.sharding import head_range, share_of
 from tests.effort import pairwise
@@ -34,7 +34,7 @@ def test_what_each_rank_holds(num_heads, tp_size, shares):
     assert ["".join(map(str, head_range(rank, tp_size, num_heads))) for rank in range(tp_size)] == shares
 
 
-def plan_tp(prefill_tp, decode_tp, num_heads, layers=ANY_LAYER):
+def plan_tp(prefill_tp, decode_tp, num_heads, layers=range(1)):
     """That of two nodes without stages."""
     return list(plan_nodes(Grid(prefill_tp), Grid(decode_tp), num_heads, layers))
 
@@ -242,91 +242,3 @@ def test_nodes_hold_the_runs_of_layers_and_heads_of_their_stages(prefill, decode
 def test_no_stage_goes_without_a_layer(num_stages):
     with pytest.raises(TransferError, match=f"3 layers cannot be split over {num_stages} stages"):
         holdings(Grid(1, num_stages), 1, range(3))
-
-
-# ---- in words ----
-
-
-@pytest.mark.parametrize(
-    ("sizes", "lines"),
-    [
-        (
-            (1, 1, 3),
-            [
-                "prefill rank 0 holds heads 0-2 of 3",
-                "decode rank 0 holds heads 0-2 of 3",
-                "prefill rank 0 sends heads 0-2 to decode rank 0: 100 % of the bytes sent",
-                "total sent: 1 x the bytes of the unreplicated cache",
-            ],
-        ),
-        (
-            (2, 1, 3),
-            [
-                "prefill rank 0 holds head 0 of 3",
-                "prefill rank 1 holds heads 1-2 of 3",
-                "decode rank 0 holds heads 0-2 of 3",
-                "prefill rank 0 sends head 0 to decode rank 0: 33.3 % of the bytes sent",
-                "prefill rank 1 sends heads 1-2 to decode rank 0: 66.7 % of the bytes sent",
-                "total sent: 1 x the bytes of the unreplicated cache",
-            ],
-        ),
-        (
-            (1, 4, 3),
-            [
-                "prefill rank 0 holds heads 0-2 of 3",
-                "decode rank 0 holds head 0 of 3, as decode rank 1 does",
-                "decode rank 1 holds head 0 of 3, as decode rank 0 does",
-                "decode rank 2 holds head 1 of 3",
-                "decode rank 3 holds head 2 of 3",
-                "prefill rank 0 sends head 0 to decode rank 0: 25 % of the bytes sent",
-                "prefill rank 0 sends head 0 to decode rank 1: 25 % of the bytes sent",
-                "prefill rank 0 sends head 1 to decode rank 2: 25 % of the bytes sent",
-                "prefill rank 0 sends head 2 to decode rank 3: 25 % of the bytes sent",
-                "total sent: 1.33 x the bytes of the unreplicated cache",
-            ],
-        ),
-        (
-            (3, 1, 1),
-            [
-                "prefill rank 0 holds head 0 of 1, as prefill ranks 1 and 2 do",
-                "prefill rank 1 holds head 0 of 1, as prefill ranks 0 and 2 do",
-                "prefill rank 2 holds head 0 of 1, as prefill ranks 0 and 1 do",
-                "decode rank 0 holds head 0 of 1",
-                "prefill rank 0 sends head 0 to decode rank 0: 100 % of the bytes sent",
-                "prefill rank 1 sends nothing",
-                "prefill rank 2 sends nothing",
-                "total sent: 1 x the bytes of the unreplicated cache",
-            ],
-        ),
-    ],
-)
-def test_the_plan_in_words(sizes, lines):
-    prefill_tp, decode_tp, num_heads = sizes
-    assert describe(Grid(prefill_tp), Grid(decode_tp), num_heads) == lines
-
-
-def test_the_words_count_heads_over_the_whole_model():
-    lines = describe(Grid(2), Grid(4), 8)
-    assert "prefill rank 1 sends heads 6-7 to decode rank 3: 25 % of the bytes sent" in lines
-
-
-def test_stages_in_words():
-    assert describe(Grid(1, 2), Grid(2), 2, range(5)) == [
-        "prefill rank 0 holds heads 0-1 of 2 in layers 0-1",
-        "prefill rank 1 holds heads 0-1 of 2 in layers 2-4",
-        "decode rank 0 holds head 0 of 2",
-        "decode rank 1 holds head 1 of 2",
-        "prefill rank 0 sends head 0 in layers 0-1 to decode rank 0: 20 % of the bytes sent",
-        "prefill rank 1 sends head 0 in layers 2-4 to decode rank 0: 30 % of the bytes sent",
-        "prefill rank 0 sends head 1 in layers 0-1 to decode rank 1: 20 % of the bytes sent",
-        "prefill rank 1 sends head 1 in layers 2-4 to decode rank 1: 30 % of the bytes sent",
-        "total sent: 1 x the bytes of the unreplicated cache",
-    ]
-    assert describe(Grid(1), Grid(1, 2), 1, range(2))[1] == "decode rank 0 holds head 0 of 1 in layer 0"
-
-
-@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_a_plan_for_sizes_below_one_has_no_words(sizes):
-    prefill_tp, decode_tp, num_heads = sizes
-    with pytest.raises(TransferError, match="must be at least 1"):
-        describe(Grid(prefill_tp), Grid(decode_tp), num_heads)

@@ -32,8 +32,6 @@ from splitserve_bench.doctor.split_model import (
     fit_prefill,
     fit_transfers,
     pays_between,
-    prompt_tokens_per_output_token,
-    smoother_from,
 )
 from splitserve_bench.doctor.steps import PROMPTS, StepFigures, StepTask
 from splitserve_bench.models import Shape, write_random_model
@@ -91,13 +89,6 @@ def test_the_range_in_which_the_split_pays():
     assert pays_between(COSTS, 4, 1, 1000) is None
 
 
-def test_from_where_on_answers_are_smoother():
-    # 0.02 + 3 (0.01 + n / 1000) / 50 is 1.1 times 0.03 + 8 (0.002 + n / 100000) / 50 at n = 219.0.
-    assert 218.9 <= smoother_from(COSTS, 4, 50, 1000) <= 218.9 * 1.05
-    assert smoother_from(COSTS, 4, 50, 200) is None
-    assert smoother_from(COSTS, 1, 50, 1000) is None  # an answer alone on its node is stalled by none
-
-
 def cached(cached_token_s, factor=1.0):
     """Steps that take so much longer for each token in a cache."""
     rows = [
@@ -111,15 +102,6 @@ def test_a_longer_context_makes_steps_longer():
     assert decode.at(4, 350) == pytest.approx(0.02 + 4 * 250e-6)
     found = compare(replace(COSTS, decode=decode), 4, 300, 100)  # 350 tokens in the middle of an answer
     assert found.split_tpot_s == pytest.approx(0.03 + 8 * 250e-6 + 8 * 0.005 / 100)
-
-
-def test_the_balance_of_prompt_and_output_tokens():
-    """Whatever a prompt's tokens take, alone or in pairs, in balance prompts take the node that reads as long as their
-    answers take the one that writes."""
-    for prefill in (PrefillCost(0.01, 0.001, 0.0), PrefillCost(0.1, 0.0, 2e-6), PrefillCost(0.1, 0.0, 0.0)):
-        costs = replace(COSTS, prefill=prefill)
-        output_tokens = 200 / prompt_tokens_per_output_token(costs, 4, 200)
-        assert prefill.prefill_s(200) == pytest.approx(output_tokens * 0.03 / 8)
 
 
 @given(st.floats(0, 1), st.floats(1e-6, 1), st.floats(0, 1e-3))
@@ -206,7 +188,6 @@ def test_what_follows_from_figures():
     assert figures.costs.prefill.prefill_s(150) == pytest.approx(0.16)
     assert figures.costs.decode.at(6, 5000) == pytest.approx(0.025)
     assert figures.costs.transfer_s(100) == pytest.approx(0.003)
-    assert (figures.balanced_prompt_tokens, figures.balance) == (200, pytest.approx(0.03 / 8 * 200 / 0.21))
     lengths = [(each.prompt_tokens, each.output_tokens) for each in figures.comparisons]
     assert lengths == [(100, 50), (100, 1), (200, 50), (200, 1), (300, 50), (300, 1)]
     assert [each.output_tokens for each in figures.pays] == [50, 1]
@@ -217,15 +198,10 @@ def test_what_follows_from_figures():
 def test_the_conclusion_in_words():
     figures = concluded()
     least, most = figures.pays[0].least_prompt_tokens, figures.pays[0].most_prompt_tokens
-    balance, steady = f"{figures.balance:.1f}", "if a steady TPOT matters more than requests/s"
     assert pays_lines(figures) == [
         "With 8 running sequences the split pays on this machine",
-        f"  for outputs of 50 tokens with prompts of {least} to {most} tokens; {steady}, from prompts of "
-        f"{figures.pays[0].smoother_from_tokens} on",
-        f"  for outputs of 1 tokens at no prompt length up to 1000; {steady}, from prompts of "
-        f"{figures.pays[1].smoother_from_tokens} on",
-        f"One output token costs as much as {balance} tokens of a prompt of 200: one prefill node keeps one decode "
-        f"node busy, and not more, when such prompts are about {balance} times as long as outputs.",
+        f"  for outputs of 50 tokens with prompts of {least} to {most} tokens",
+        "  for outputs of 1 tokens at no prompt length up to 1000",
         "For longer prompts have more prefill nodes, for longer outputs more decode nodes.",
     ]
     assert pays_lines(concluded((50,), 190))[1] == f"  for outputs of 50 tokens from prompts of {least} tokens on"
@@ -363,7 +339,7 @@ def test_the_tables_show_every_figure(request, tmp_path, monkeypatch, measures_h
         "ms a step",
         "GB/s",
         "Assumed:",
-        "One output token",
+        "For longer prompts",
     ):
         assert text in result.stdout, result.stdout
 
@@ -386,7 +362,7 @@ def test_what_was_measured_is_shown_though_the_profile_cannot_be(tmp_path):
     (tmp_path / "tiny" / "tokenizer.json").unlink()  # the cluster of --save needs it
     shown = run(tmp_path / "tiny", *TINY_SIZES, "--save", tmp_path / "profile.json")
     assert shown.exit_code != 0
-    assert "One output token costs as much as" in shown.stdout
+    assert "For longer prompts have more prefill nodes" in shown.stdout
     refused = run(tmp_path / "tiny", *TINY_SIZES, "--save", tmp_path / "no" / "profile.json")
     assert (refused.exit_code, "takes files" in refused.stderr) == (2, True)
     assert "prefill node" not in refused.stderr

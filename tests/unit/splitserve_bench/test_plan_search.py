@@ -243,21 +243,17 @@ REACHED = ("--slo", "ttft:3000", "tpot:200")
 @pytest.mark.nightly
 def test_the_command_finds_a_plan_and_says_how_to_run_it(tmp_path):
     PROFILE.save(tmp_path / "profile.json")
-    saved, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     words = ("--profile", str(tmp_path / "profile.json"), "--gpus", "2", *SIZES, *LONG, *REACHED)
-    result = invoke(*words, "--save", str(saved), "--plot", str(picture))
+    result = invoke(*words, "--json")
     assert result.exit_code == 0, result.output
-    found = json.loads(saved.read_text())
+    found = json.loads(result.stdout.splitlines()[-1])
     assert {each["plan"] for each in found["plans"]} == {"2B TP1", "1P TP1 + 1D TP1"}
     best = found["plans"][0]
     assert best["objective"] == pytest.approx(best["goodput_per_s"] / 2)
     assert found["words"][0].startswith(f"Best: {best['plan']}")
-    assert picture.read_bytes().startswith(b"\x89PNG")
     command = next(line for line in found["commands"] if "splitserve up" in line).split()
     up.make_context("up", command[2:])  # its flags are those of `up`
     assert f"--{'both' if best['plan'] == '2B TP1' else 'prefill'}" in command
-    again = invoke(*words, "--json")
-    assert json.loads(again.stdout.splitlines()[-1])["plans"] == found["plans"]
 
 
 @pytest.mark.nightly
@@ -277,23 +273,13 @@ def test_what_is_printed_has_the_table_and_the_words(tmp_path):
     assert "Best: " in result.stdout
 
 
-def test_a_command_is_printed_on_one_line_and_before_files_are_written(crew_here, tmp_path):
+def test_a_command_is_printed_on_one_line(crew_here, tmp_path):
     folder = model_folder(tmp_path / "long" / ("name" * 40))
     words = ("--model", str(folder), "--hardware", "cpu", "--gpus", "2", *SIZES, *SHORT, *REACHED, "--candidates", "1")
-    result = invoke(*words, "--save", "/dev/full")
-    assert isinstance(result.exception, SettingsError)
-    assert "/dev/full cannot be written: No space left on device" in str(result.exception)
+    result = invoke(*words)
     (command,) = (line for line in result.stdout.splitlines() if "splitserve up" in line)
     assert command.split()[2] == str(folder)
     assert "--kv-cache-memory-bytes" in command
-
-
-@pytest.mark.parametrize("flag", ["--save", "--plot"])
-def test_a_file_that_has_no_folder_is_refused_before_anything_is_simulated(tmp_path, flag):
-    PROFILE.save(tmp_path / "profile.json")
-    result = invoke("--profile", str(tmp_path / "profile.json"), "--gpus", "2", flag, str(tmp_path / "no" / "plan"))
-    assert result.exit_code == 2
-    assert "no is no folder that takes files" in result.output.replace("\n", "")
 
 
 def test_what_is_clipped_is_told(crew_here, tmp_path):

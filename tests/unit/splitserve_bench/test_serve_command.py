@@ -7,7 +7,6 @@ import asyncio
 import json
 import signal
 import sys
-from itertools import accumulate
 
 import psutil
 import pytest
@@ -141,20 +140,6 @@ async def test_a_trace_keeps_its_times(serve_here, tmp_path):
     assert [request["num_prompt_tokens"] for request in requests] == [20, 220, 820]
     assert [request["num_output_tokens"] for request in requests] == [2, 4, 10]
     assert max(token for seen in script.seen.values() for token in seen.asked["prompt"]) < 5000
-
-
-async def test_a_ramp_sends_ever_faster(serve_here, tmp_path):
-    ramp = ["--ramp-up-strategy", "exponential", "--ramp-up-start-rps", "10", "--ramp-up-end-rps", "320"]
-    script = Script()
-    async with http_server(script) as target:
-        await serve_here(target, *FEW, *ramp, "--burstiness", "inf", "--save-detailed")
-    (result_file,) = tmp_path.glob("openai-ramp-up-exponential-10.0qps-320.0qps-scripted-*.json")
-    result = json.loads(result_file.read_text())
-    ramp_keys = ("request_rate", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
-    assert [result[key] for key in ramp_keys] == ["inf", "exponential", 10, 320]
-    lines = result_file.with_name(f"{result_file.stem}.requests.jsonl").read_text().splitlines()
-    sent_s = [json.loads(line)["scheduled_s"] for line in lines]
-    assert sent_s == pytest.approx(list(accumulate(0.1 / 2**index for index in range(6))))
 
 
 @most_of_one
@@ -300,15 +285,6 @@ REFUSED = {
     "a beginning of texts": ([*TEXT, "--random-prefix-len", "2"], "--random-prefix-len 2 is of random prompts"),
     "answers to no texts": (["--sharegpt-output-len", "2"], "--sharegpt-output-len 2 is of outputs of texts"),
     "lengths of no trace": (["--length-scale", "2"], "--length-scale 2 is of a trace's lengths"),
-    "a ramp of a trace": (
-        [*TRACE, "--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1", "--ramp-up-end-rps", "2"],
-        "--ramp-up-strategy is of random arrivals",
-    ),
-    "half a ramp": (["--ramp-up-strategy", "linear"], "and --ramp-up-end-rps belong together"),
-    "a ramp and a rate": (
-        ["--request-rate", "3", "--ramp-up-strategy=linear", "--ramp-up-start-rps=1", "--ramp-up-end-rps=2"],
-        "--request-rate 3 is one rate",
-    ),
     "a template of random prompts": (["--skip-chat-template"], "--skip-chat-template is of custom"),
     "bursts of a trace": ([*TRACE, "--burstiness", "9"], "--burstiness 9 is of random arrivals"),
     "two servers": (["--server", "a:1", "--port", "2"], "--server (a:1) says where"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from coordinator.text.tokenizer import TokenLimit, read_tokenizer
 from splitserve_bench.compare.run import Workload
 from splitserve_bench.errors import BenchError
-from splitserve_bench.serve.arrivals import EXPONENTIAL, LINEAR, Ramp, ramp_times_s, send_times_s
+from splitserve_bench.serve.arrivals import send_times_s
 from splitserve_bench.serve.command import Dataset
 from splitserve_bench.serve.datasets import (
     Shape,
@@ -384,29 +384,6 @@ def test_an_infinite_rate_sends_all_at_once_and_an_infinite_burstiness_evenly():
 def test_what_cannot_be_a_rate_or_burstiness(rate, burstiness):
     with pytest.raises(BenchError, match="must be above 0"):
         send_times_s(1, rate, burstiness, random.Random())
-
-
-@pytest.mark.parametrize(
-    ("ramp", "gaps"),
-    [
-        (Ramp(LINEAR, 1, 5), [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]),
-        (Ramp(LINEAR, 2, 2), [1 / 2] * 5),
-        (Ramp(EXPONENTIAL, 1, 16), [1, 1 / 2, 1 / 4, 1 / 8, 1 / 16]),
-        (Ramp(EXPONENTIAL, 16, 1), [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1]),
-    ],
-)
-def test_a_ramp_goes_from_one_rate_to_the_other(ramp, gaps):
-    times = ramp_times_s(5, ramp, math.inf, random.Random())
-    assert times == pytest.approx(list(itertools.accumulate(gaps)))
-    drawn = ramp_times_s(5, ramp, 1.0, random.Random(1))
-    assert drawn[-1] == pytest.approx(sum(gaps))
-    assert drawn != pytest.approx(times)
-
-
-def test_a_ramp_of_equal_rates_is_that_rate():
-    flat = ramp_times_s(50, Ramp(LINEAR, 4, 4), 0.5, random.Random(3))
-    assert flat == pytest.approx(send_times_s(50, 4, 0.5, random.Random(3)))
-    assert ramp_times_s(1, Ramp(LINEAR, 4, 8), 1.0, random.Random(3)) == pytest.approx([0.25])
 
 
 # ---- texts; the tests' tokenizer has a token for each byte ----

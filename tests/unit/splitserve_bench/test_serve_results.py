@@ -236,13 +236,6 @@ def test_the_report_names_figures_with_units():
     assert "warning" not in text
 
 
-def test_a_ramp_is_told_from_which_rate_to_which_it_goes():
-    run = run_of(ramp_up_strategy="linear", ramp_up_start_rps=0.5, ramp_up_end_rps=20.0)
-    assert "by openai: 0.5 to 20 requests/s, linear, burstiness 1" in shown(
-        serve_view(summarize(SHOWN_OUTCOMES, SHOWN_LIMITS), run)
-    )
-
-
 def test_what_was_not_computed_is_told_where_it_is_known():
     tier = TierUse(block_tokens=5, num_hits=3, num_misses=9, read_s=0.5, saved_s=2.0)
     cached = summarize([answered(num_prompt_tokens=60, num_cached_tokens=24)], SHOWN_LIMITS)

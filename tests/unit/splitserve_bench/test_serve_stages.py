@@ -390,7 +390,6 @@ REFUSED = {
     "no stages": (["--goodput", "ttft:1", "--stages", "3"], "--stages 3: a stage is TIMESxSECONDS"),
     "a number beside stages": (["--stages", "3x1", "--num-prompts", "5"], "--num-prompts does not go with them"),
     "a bound beside stages": (["--stages", "3x1", "--max-concurrency", "5"], "--max-concurrency does not go with them"),
-    "a ramp beside stages": (["--stages", "3x1", "--ramp-up-start-rps", "5"], "--ramp-up-strategy does not go with"),
     "no trace": (["--goodput", "ttft:1", "--stages", "3x1", "--dataset-name", "azure"], "needs a trace"),
     "no server": (["--goodput", "ttft:1", "--stages", "3x1"], "no server answers at 127.0.0.1:1"),
 }
