@@ -15,7 +15,7 @@ import grpc
 
 from coordinator.api.connections import Sheds
 from coordinator.api.control import LocalControl
-from coordinator.api.generation import Generation, Message
+from coordinator.api.generation import Deliver, Generation, Message
 from coordinator.api.http.middleware import CountCall
 from coordinator.api.messages import (
     Situation,
@@ -44,6 +44,7 @@ from serving_core.tasks import first_to_end
 
 logger = logging.getLogger(__name__)
 
+MAX_BATCH_TOKENS: Final = 2**12  # beyond these, tokens wait in their generations, which have limits of their own
 SILENCE_S: Final = 20.0  # without a heartbeat, or with a batch that is not taken
 
 
@@ -81,6 +82,29 @@ class TokenOutput:
         self.generation.push_complete(self._index, complete)
 
 
+class _PlainTokens:
+    """Collect tokens that have nothing else with them, in lists: adding to a message token by token costs more."""
+
+    def __init__(self) -> None:
+        self._calls, self._outputs, self._indexes = list[int](), list[int](), list[int]()
+        self.token_ids = list[int]()
+
+    def add(self, call_number: int, index: int, chunk: Chunk) -> None:
+        """Add the tokens of output number `index` of a call."""
+        for token_index, token_id in enumerate(chunk.token_ids, chunk.first_token_index):
+            self._calls.append(call_number)
+            self._outputs.append(index)
+            self._indexes.append(token_index)
+            self.token_ids.append(token_id)
+
+    def write(self, batch: api_servers_pb2.ApiServerBatch) -> None:
+        """Add all tokens to a batch."""
+        batch.calls.extend(self._calls)
+        batch.outputs.extend(self._outputs)
+        batch.indexes.extend(self._indexes)
+        batch.token_ids.extend(self.token_ids)
+
+
 class ApiServerLink:
     """Keep the calls of one API server, and collect the messages for it until `next` returns them as one batch."""
 
@@ -90,6 +114,7 @@ class ApiServerLink:
         self.cpu_s = 0.0  # CPU time of the API server
         self.calls: dict[str, _OpenCall] = {}
         self._batch = api_servers_pb2.ApiServerBatch()
+        self._plain = _PlainTokens()  # of the batch, before its responses
         self._awake: dict[Generation, str] = {}  # generations with messages, and the ids of their calls
         self._has_news = asyncio.Event()
         self._is_over = False
@@ -118,6 +143,19 @@ class ApiServerLink:
 
         return add
 
+    def deliver(self, call_id: str) -> Deliver:
+        """Return a function for Generation's `deliver`: it adds plain tokens of this call to the batch."""
+        number = int(call_id)
+
+        def add(index: int, chunk: Chunk) -> bool:
+            if not chunk.is_plain or len(self._plain.token_ids) >= MAX_BATCH_TOKENS:
+                return False
+            self._plain.add(number, index, chunk)
+            self._has_news.set()
+            return True
+
+        return add
+
     def end(self) -> None:
         """Let `next` return what has been added until here, and then None."""
         self._is_over = True
@@ -125,18 +163,14 @@ class ApiServerLink:
 
     def _add(self, call_id: str, messages: Collection[Message]) -> None:
         """Add the messages of a call to the batch, in order: after the first that is not plain, none is."""
-        batch, is_plain = self._batch, True
+        is_plain = True
         for message in messages:
             chunk = message.chunk
             is_plain = is_plain and chunk is not None and chunk.is_plain
             if chunk is None or not is_plain:
-                batch.responses.add(request_id=call_id, **message.fields())
-                continue
-            num_tokens, first = len(chunk.token_ids), chunk.first_token_index
-            batch.calls.extend([int(call_id)] * num_tokens)
-            batch.outputs.extend([message.index] * num_tokens)
-            batch.indexes.extend(range(first, first + num_tokens))
-            batch.token_ids.extend(chunk.token_ids)
+                self._batch.responses.add(request_id=call_id, **message.fields())
+            else:
+                self._plain.add(int(call_id), message.index, chunk)
 
     async def next(self) -> api_servers_pb2.ApiServerBatch | None:
         """Wait for messages, and return the batch of all that came since the last batch; None after `end`."""
@@ -147,6 +181,8 @@ class ApiServerLink:
             if generation.error is not None:
                 self.failed(call_id, generation.error)
         batch, self._batch = self._batch, api_servers_pb2.ApiServerBatch()
+        plain, self._plain = self._plain, _PlainTokens()
+        plain.write(batch)
         if not self._is_over:
             self._has_news.clear()
         elif not batch.ByteSize():
@@ -301,7 +337,9 @@ class ApiServerService:
         now = time.monotonic()
         record, carrier = info_from_wire(wire.info, now)
         num_outputs, num_ended = len(plan.samplings), sum(so_far.has_ended for so_far in so_fars)
-        generation = Generation(plan.request_id, num_outputs, num_ended=num_ended, wake=link.wake(wire.id))
+        generation = Generation(
+            plan.request_id, num_outputs, num_ended=num_ended, wake=link.wake(wire.id), deliver=link.deliver(wire.id)
+        )
         outputs = [TokenOutput(generation, index, len(each.token_ids)) for index, each in enumerate(so_fars)]
         deadline_s = now + wire.left_s
         try:

@@ -2,9 +2,9 @@
 [--api-server-count N] [--streams N ...]`.
 
 A fake node writes many answers at once, in steps of 20 ms and what they take beyond, and clients read them as gRPC's
-messages or as server-sent events, in another process. Told is the CPU time of each kind of process, divided by the
-tokens, from when every answer has begun until the first one ends. Other flags go to the coordinator:
-`--stream-interval 8` has 8 tokens in a message.
+messages or as server-sent events, in another process. Told is the CPU time of each kind of process, in user and in
+system mode, divided by the tokens, from when every answer has begun until the first one ends. Other flags go to the
+coordinator: `--stream-interval 8` has 8 tokens in a message.
 """
 
 import argparse
@@ -43,14 +43,15 @@ def length_of(number: int) -> int:
 
 
 def cpu_s(cluster: Cluster) -> Counter[str]:
-    """By kind of process: the coordinator, or control and its API servers."""
+    """By kind of process, the coordinator, or control and its API servers, and by user and system time."""
     coordinator = psutil.Process(cluster.children["coordinator"].process.pid)
     api_servers = [each for each in coordinator.children() if "coordinator.api" in each.cmdline()]
     kinds = Counter[str]()
     for kind, processes in (("control" if api_servers else "coordinator", [coordinator]), ("api_servers", api_servers)):
         for process in processes:
             times = process.cpu_times()
-            kinds[kind] += times.user + times.system
+            kinds[f"{kind} user"] += times.user
+            kinds[f"{kind} system"] += times.system
     return kinds
 
 

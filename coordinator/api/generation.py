@@ -39,6 +39,10 @@ class Message:
         return {"index": self.index, "chunk": told}
 
 
+Deliver = Callable[[int, Chunk], bool]
+"""Send a chunk of the output of this number to the client at once, or return False: it is to be queued."""
+
+
 class Generation:
     """Queue the messages of one call. Consecutive chunks of one output that the reader has not taken yet are joined."""
 
@@ -51,15 +55,17 @@ class Generation:
         max_unsent_tokens: int = MAX_UNSENT_TOKENS,
         stream_interval: int = 1,
         wake: Callable[["Generation"], None] | None = None,
+        deliver: Deliver | None = None,
     ) -> None:
         """Create the queue of the `num_sequences` outputs of a call; `num_ended` of them have ended and send nothing.
 
         The first tokens of an output are sent at once, later tokens when there are `stream_interval` of them or the
         output ends. At most `max_unsent_tokens` for each output may wait. `wake` is called when there is something to
-        take, for a reader that does not wait in `next`.
+        take, and `deliver` for each chunk while nothing is unsent, by a reader that does not wait in `next`.
         """
         self.request_id = request_id
         self._wake = wake
+        self._deliver = deliver  # in use while nothing is unsent
         self.sequence_ids = [f"{request_id}/{index}" for index in range(num_sequences)]
         self._max_unsent_tokens = max_unsent_tokens * num_sequences
         self._num_unsent_tokens = 0
@@ -113,10 +119,11 @@ class Generation:
         """Return the number of messages that the reader has not taken yet."""
         return len(self._unsent)
 
-    async def next(self) -> Message | None:
+    async def next(self, deliver: Deliver | None = None) -> Message | None:
         """Wait for the next message to the client and return it, or return None when every output has ended.
 
-        Raises the RequestError given to `fail`, once the queue is empty.
+        Chunks that come during the wait are given to `deliver`; those that it sends are not returned. Raises the
+        RequestError given to `fail`, once the queue is empty, and what `deliver` has raised.
         """
         while not self._unsent:
             if self.error is not None:
@@ -124,7 +131,11 @@ class Generation:
             if self._num_open == 0:
                 return None
             self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
+            self._deliver = deliver
+            try:
+                await self._waiting
+            finally:
+                self._deliver = None
         message = self._unsent.popleft()
         if message.chunk is not None:
             self._num_unsent_tokens -= len(message.chunk.token_ids)
@@ -145,12 +156,27 @@ class Generation:
             self._push_or_join(index, chunk)
 
     def _push_or_join(self, index: int, chunk: Chunk) -> None:
+        if not self._unsent and self._deliver is not None and self._delivers(self._deliver, index, chunk):
+            self._num_unsent_tokens -= len(chunk.token_ids)
+            return
         last = self._unsent[-1] if self._unsent else None
         before = last.chunk if last is not None and last.index == index else None
         if before is not None and len(before.token_ids) < MAX_CHUNK_TOKENS:
             before.append(chunk)
         else:
             self._push(Message(index, chunk))
+
+    def _delivers(self, deliver: Deliver, index: int, chunk: Chunk) -> bool:
+        """Return what `deliver` does. Its failure is the reader's, not that of the node whose tokens came."""
+        try:
+            return deliver(index, chunk)
+        except Exception as failure:
+            if self._waiting is None:
+                raise
+            self._deliver = None
+            if not self._waiting.done():  # else the reader has left
+                self._waiting.set_exception(failure)
+            return True
 
     def _push(self, message: Message) -> None:
         self._unsent.append(message)

@@ -11,13 +11,14 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.api.generation import Message
+from coordinator.api.generation import Deliver, Message
 from coordinator.api.http import sse
 from coordinator.api.http.api_adapters import ApiAdapter, Object, Translation
 from coordinator.api.http.errors import internal_error, renamed
@@ -48,6 +49,8 @@ class GenerationApp:
         self._parsed = formatter.parsed
         self._request_id = request_id
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # of the events of an output, by its index
+        self._usage = Usage(0)
+        self._opened = set[int]()  # outputs of which events were sent
         self._envelope = formatter.envelope(
             request_id, preprocessor.model.name_in_responses(self._parsed.requests[0].model)
         )
@@ -59,6 +62,7 @@ class GenerationApp:
         try:
             async with AsyncExitStack() as stack:
                 calls = await self._begin(stack)
+                self._usage = Usage(sum(len(call.prompt) for call in calls))
                 if self._parsed.stream:
                     await self._stream(calls, sse.EventStream(scope, send))
                     return
@@ -86,25 +90,24 @@ class GenerationApp:
     async def _collect(self, calls: Sequence[Call]) -> Response:
         num_sequences = self._parsed.num_sequences
         outputs = [self._formatter.new_output(call.prompt) for call in calls for _ in range(num_sequences)]
-        usage = _usage(calls)
         async with aclosing(self._arrivals(calls)) as arrivals:
             async for call_index, message in arrivals:
                 index = call_index * num_sequences + message.index
                 output = outputs[index]
-                _set_cached(usage, call_index, message)
+                self._set_cached(call_index, message)
                 if message.chunk is None:
                     output.complete = message.complete
                 else:
-                    self._count(usage, index, output.prompt, message.chunk)
+                    self._count(index, output.prompt, message.chunk)
                     output.add(message.chunk)
         if sum(len(output.scores) + len(output.logprobs) for output in outputs) > MOST_SCORES_AT_ONCE:
-            return await asyncio.to_thread(self._whole, outputs, usage)
-        return self._whole(outputs, usage)
+            return await asyncio.to_thread(self._whole, outputs)
+        return self._whole(outputs)
 
-    def _whole(self, outputs: Sequence[Output], usage: Usage) -> Response:
+    def _whole(self, outputs: Sequence[Output]) -> Response:
         choices = [self._formatter.whole(index, output) for index, output in enumerate(outputs)]
         extras = self._formatter.envelope_extras(outputs[0].prompt) | self._formatter.envelope_scores(outputs[0].scores)
-        return written(self._envelope.whole(choices, usage, **extras))
+        return written(self._envelope.whole(choices, self._usage, **extras))
 
     async def _fold(self, calls: Sequence[Call], translation: Translation[Any]) -> Response:
         """Return the response that the events of a stream add up to."""
@@ -139,70 +142,88 @@ class GenerationApp:
         return self._api_adapter.named(renamed(error, self._parsed.names))
 
     async def _write_events(self, calls: Sequence[Call], stream: sse.EventStream) -> None:
-        async with aclosing(self._events(calls, self._api_adapter.event)) as told:
+        deliver = partial(self._deliver, stream, calls[0].prompt)
+        async with aclosing(self._events(calls, self._api_adapter.event, deliver)) as told:
             async for events in told:
                 await stream.write(b"".join(events))
         await stream.write(self._api_adapter.end())
 
-    async def _events(self, calls: Sequence[Call], take: Callable[[Object], Any]) -> AsyncGenerator[list[Any]]:
-        """Yield `take` of the events of each message, and last of the event with the usage."""
-        usage, opened = _usage(calls), set[int]()
-        async with aclosing(self._arrivals(calls)) as arrivals:
+    def _deliver(self, stream: sse.EventStream, prompt: list[int], index: int, chunk: Chunk) -> bool:
+        """Send the events of a chunk without the call's task, which waits for it, unless they need more than that."""
+        has_more = chunk.cached_tokens is not None or chunk.prompt_logprobs
+        if has_more or index not in self._opened or not stream.is_writable:
+            return False
+        stream.write_at_once(b"".join(self._taken(self._api_adapter.event, index, chunk, prompt)))
+        return True
+
+    async def _events(
+        self, calls: Sequence[Call], take: Callable[[Object], Any], deliver: Deliver | None = None
+    ) -> AsyncGenerator[list[Any]]:
+        """Yield `take` of the events of each message that `deliver` has not sent, and last of that with the usage."""
+        async with aclosing(self._arrivals(calls, deliver)) as arrivals:
             async for call_index, message in arrivals:
                 index = call_index * self._parsed.num_sequences + message.index
                 prompt, chunk = calls[call_index].prompt, message.chunk
-                _set_cached(usage, call_index, message)
+                self._set_cached(call_index, message)
                 opening = []
-                if index not in opened:
-                    opened.add(index)
-                    opening = [*map(take, self._opening(index, prompt, usage))]
+                if index not in self._opened:
+                    self._opened.add(index)
+                    opening = [*map(take, self._opening(index, prompt))]
                 if chunk is None:
                     assert message.complete is not None, "it has no chunk"
                     closing = self._formatter.closing(index, message.complete)
-                    yield [*opening, *(take(self._event(choice, usage)) for choice in closing)]
+                    yield [*opening, *(take(self._event(choice)) for choice in closing)]
                     continue
-                self._count(usage, index, prompt, chunk)
                 if chunk.prompt_logprobs:  # which are large
-                    taken = await asyncio.to_thread(self._taken, take, index, chunk, prompt, usage)
+                    taken = await asyncio.to_thread(self._taken, take, index, chunk, prompt)
                 else:
-                    taken = self._taken(take, index, chunk, prompt, usage)
+                    taken = self._taken(take, index, chunk, prompt)
                 yield opening + taken
         if self._parsed.include_usage:
-            yield [take(self._envelope.event([], usage=usage.to_json()))]
+            yield [take(self._envelope.event([], usage=self._usage.to_json()))]
 
-    def _count(self, usage: Usage, index: int, prompt: list[int], chunk: Chunk) -> None:
-        usage.add_tokens(len(chunk.token_ids))
-        usage.num_thought_tokens = self._formatter.num_thought_tokens(index, prompt, chunk)
+    def _count(self, index: int, prompt: list[int], chunk: Chunk) -> None:
+        self._usage.add_tokens(len(chunk.token_ids))
+        self._usage.num_thought_tokens = self._formatter.num_thought_tokens(index, prompt, chunk)
 
-    def _arrivals(self, calls: Sequence[Call]) -> AsyncGenerator[tuple[int, Message]]:
-        return without_output(calls) if self._parsed.terms.drops_answers else merged(calls)
+    def _set_cached(self, call_index: int, message: Message) -> None:
+        """Add the cached tokens of an output, which its first and last message report; outputs of a prompt share
+        them."""
+        if message.index != 0:
+            return
+        if message.complete is not None:
+            self._usage.set_cached(call_index, message.complete.cached_tokens)
+        elif message.chunk is not None and message.chunk.cached_tokens is not None:
+            self._usage.set_cached(call_index, message.chunk.cached_tokens)
 
-    def _opening(self, index: int, prompt: list[int], usage: Usage) -> list[Object]:
+    def _arrivals(self, calls: Sequence[Call], deliver: Deliver | None = None) -> AsyncGenerator[tuple[int, Message]]:
+        return without_output(calls) if self._parsed.terms.drops_answers else merged(calls, deliver)
+
+    def _opening(self, index: int, prompt: list[int]) -> list[Object]:
         choice = self._formatter.opening(index)
-        return [] if choice is None else [self._event(choice, usage, **self._formatter.envelope_extras(prompt))]
+        return [] if choice is None else [self._event(choice, **self._formatter.envelope_extras(prompt))]
 
-    def _taken(
-        self, take: Callable[[Object], Any], index: int, chunk: Chunk, prompt: list[int], usage: Usage
-    ) -> list[Any]:
+    def _taken(self, take: Callable[[Object], Any], index: int, chunk: Chunk, prompt: list[int]) -> list[Any]:
+        self._count(index, prompt, chunk)
         return [
-            self._text_taken(take, index, each, usage) if isinstance(each, str) else take(self._event(each, usage))
+            self._text_taken(take, index, each) if isinstance(each, str) else take(self._event(each))
             for each in self._formatter.pieces(index, prompt, chunk)
         ]
 
-    def _text_taken(self, take: Callable[[Object], Any], index: int, text: str, usage: Usage) -> Any:
+    def _text_taken(self, take: Callable[[Object], Any], index: int, text: str) -> Any:
         """Return `take` of the event of a text. In OpenAI's stream, those of an output differ in the text alone."""
         if isinstance(self._api_adapter, Translation) or self._parsed.continuous_usage:
-            return take(self._event(self._formatter.text_choice(index, text), usage))
+            return take(self._event(self._formatter.text_choice(index, text)))
         if (around := self._around_text.get(index)) is None:
-            event: bytes = take(self._event(self._formatter.text_choice(index, _STAND_IN), usage))
+            event: bytes = take(self._event(self._formatter.text_choice(index, _STAND_IN)))
             before, _, after = event.partition(json_line(_STAND_IN).encode())
             around = self._around_text[index] = before, after
         return b"".join((around[0], json_line(text).encode(), around[1]))
 
-    def _event(self, choice: Object, usage: Usage, **others: Any) -> Object:
+    def _event(self, choice: Object, **others: Any) -> Object:
         event = self._envelope.event([choice], **others)
         if self._parsed.continuous_usage:
-            event["usage"] = usage.to_json()
+            event["usage"] = self._usage.to_json()
         elif self._parsed.include_usage:
             event["usage"] = None
         return event
@@ -211,13 +232,14 @@ class GenerationApp:
 _STAND_IN: Final = secrets.token_hex(16)  # a text that no event has by itself
 
 
-async def merged(calls: Sequence[Call]) -> AsyncGenerator[tuple[int, Message]]:
+async def merged(calls: Sequence[Call], deliver: Deliver | None = None) -> AsyncGenerator[tuple[int, Message]]:
     """Yield the messages of all calls as they come, each with the index of its call, until every call has ended.
 
-    Raises the RequestError of the first call that fails.
+    Chunks of a single call that the reader awaits go to `deliver`, as in `Generation.next`. Raises the RequestError of
+    the first call that fails.
     """
     if len(calls) == 1:  # no tasks for the common case
-        while (message := await calls[0].generation.next()) is not None:
+        while (message := await calls[0].generation.next(deliver)) is not None:
             yield 0, message
         return
     waits = {asyncio.create_task(call.generation.next()): index for index, call in enumerate(calls)}
@@ -287,17 +309,3 @@ def _drop_output(message: Message) -> None:
         complete.ClearField("matched_stop")
     if (chunk := message.chunk) is not None:
         message.chunk = replace(chunk, token_ids=[], text="", logprobs=())
-
-
-def _usage(calls: Sequence[Call]) -> Usage:
-    return Usage(sum(len(call.prompt) for call in calls))
-
-
-def _set_cached(usage: Usage, call_index: int, message: Message) -> None:
-    """Add the cached tokens of an output, which its first and last message report; outputs of a prompt share them."""
-    if message.index != 0:
-        return
-    if message.complete is not None:
-        usage.set_cached(call_index, message.complete.cached_tokens)
-    elif message.chunk is not None and message.chunk.cached_tokens is not None:
-        usage.set_cached(call_index, message.chunk.cached_tokens)

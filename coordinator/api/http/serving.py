@@ -181,7 +181,7 @@ class _Connection(asyncio.Protocol):
         self._next_room = MAX_HEAD_BYTES  # after the latest call
         self._ahead = bytearray()  # received and not parsed yet
         self._is_ended = False  # uvicorn's protocol has been told that the connection is lost
-        self._is_unread = False
+        self.is_unread = False  # the client has not read all that was sent
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
@@ -219,13 +219,13 @@ class _Connection(asyncio.Protocol):
         return not self._is_tls
 
     def pause_writing(self) -> None:
-        self._is_unread = True
+        self.is_unread = True
         self._http.pause_writing()
         self._tell_whether_idle()
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        self._is_unread = False
+        self.is_unread = False
         self._http.resume_writing()
         self._tell_whether_idle()
         self._cancel_timers(self._write_timer)
@@ -271,6 +271,11 @@ class _Connection(asyncio.Protocol):
                 self._next_room = MAX_HEAD_BYTES
             self._room = min(self._room, self._next_room)
             self._loop.call_soon(self._settle, self._call_number)  # after the next call, if its request has come
+
+    def write_chunk(self, data: bytes) -> None:
+        """Send a part of a response in chunks that has begun, as uvicorn's protocol would."""
+        if data and not self._is_ended:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def break_off(self) -> None:
         """Close the connection after the sent bytes, without the end of a whole response."""
@@ -340,7 +345,7 @@ class _Connection(asyncio.Protocol):
 
     def _tell_whether_idle(self) -> None:
         """Report the connection as busy while a response is pending or unread, else as idle."""
-        if self._num_calls or self._is_unread:
+        if self._num_calls or self.is_unread:
             self._kept.set_busy(self)
         else:
             self._kept.set_idle(self)

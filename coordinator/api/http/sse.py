@@ -34,9 +34,9 @@ class EventStream:
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
-        self._scope = scope
         self._send = send
         self._send_events: Send = scope["state"].get(SEND, send)
+        self._connection = scope["state"].get(CONNECTION)
         self.has_begun = False
 
     async def write(self, events: bytes) -> None:
@@ -46,13 +46,22 @@ class EventStream:
             await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         await self._send_events({"type": "http.response.body", "body": events, "more_body": True})
 
+    @property
+    def is_writable(self) -> bool:
+        """Return whether `write_at_once` may be called: the headers are sent, and the client has read all of it."""
+        return self.has_begun and self._connection is not None and not self._connection.is_unread
+
+    def write_at_once(self, events: bytes) -> None:
+        """Send events, outside the call's task. `is_writable` must be True."""
+        self._connection.write_chunk(events)
+
     async def break_off(self, events: bytes) -> None:
         """End an incomplete response with these events.
 
         The last chunk is missing, so that a client that ignores the events does not take the response for a whole one.
         """
         await self.write(events)
-        self._scope["state"][CONNECTION].break_off()
+        self._connection.break_off()
 
     async def end(self) -> None:
         """Send the end of a complete response."""

@@ -255,6 +255,39 @@ async def read_ready(generation):
     return [(index, chunk.first_token_index, chunk.text) for index, chunk in told]
 
 
+async def test_a_reader_that_waits_can_send_chunks_at_once_and_those_it_does_not_are_queued():
+    generation, sent = Generation("r", 1, max_unsent_tokens=2), list[str]()
+
+    def deliver(index, chunk):
+        assert index == 0
+        if chunk.text == "?":
+            return False
+        sent.append(chunk.text)
+        return True
+
+    generation.push_chunk(0, chunk(0, "a"))  # nobody waits yet
+    assert (await generation.next(deliver)).chunk.text == "a"
+    async with asyncio.TaskGroup() as group:
+        reading = group.create_task(generation.next(deliver))
+        await asyncio.sleep(0)
+        for index, text in enumerate("bcd?f", start=1):  # more than may be unsent
+            generation.push_chunk(0, chunk(index, text))
+    assert (sent, reading.result().chunk.text) == (["b", "c", "d"], "?f")  # in order
+    generation.push_chunk(0, chunk(6, "gh"))
+    with pytest.raises(RequestError, match="3 tokens behind"):
+        generation.push_chunk(0, chunk(8, "i"))
+    assert sent == ["b", "c", "d"]
+
+
+async def test_a_failure_to_send_at_once_is_the_readers():
+    generation = Generation("r", 1)
+    reading = asyncio.create_task(generation.next(lambda index, chunk: [][index]))
+    await asyncio.sleep(0)
+    generation.push_chunk(0, chunk(0, "a"))
+    with pytest.raises(IndexError):
+        await reading
+
+
 async def test_tokens_are_held_until_there_are_enough_of_them():
     generation = Generation("r", 1, stream_interval=3)
     generation.push_chunk(0, chunk(0, "a"))

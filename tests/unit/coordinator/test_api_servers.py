@@ -22,7 +22,7 @@ from coordinator.api.messages import (
 )
 from coordinator.api.remote import RemoteControl
 from coordinator.api.validation import Limits, RequestPlan, plan_request
-from coordinator.api_server_service import ApiServerLink, TokenOutput, api_server_figures
+from coordinator.api_server_service import MAX_BATCH_TOKENS, ApiServerLink, TokenOutput, api_server_figures
 from coordinator.control.instructions import chunk_of
 from coordinator.control.nodes import Capacity
 from coordinator.control.request import NOTHING, SoFar
@@ -119,7 +119,7 @@ def link():
 
 
 def outputs_of(link, call_id="5", num_outputs=2):
-    generation = Generation("r", num_outputs, wake=link.wake(call_id))
+    generation = Generation("r", num_outputs, wake=link.wake(call_id), deliver=link.deliver(call_id))
     return [TokenOutput(generation, index, 0) for index in range(num_outputs)]
 
 
@@ -155,8 +155,8 @@ def test_steps_that_wait_for_the_api_server_travel_together(link):
     other.add(chunk_of(sampled(7), None))
     second.add(chunk_of(sampled(19, 20), None))
     assert told(next_batch(link)) == [
-        *(("5", 0, 1, [9]), ("5", 0, 2, [10]), ("5", 1, 0, [19]), ("5", 1, 1, [20])),
-        ("6", 0, 0, [7]),
+        *(("5", 0, 1, [9]), ("5", 0, 2, [10]), ("6", 0, 0, [7])),
+        *(("5", 1, 0, [19]), ("5", 1, 1, [20])),
     ]
     second.end(inference_pb2.Complete(completion_tokens=2))
     assert [each.request_id for each in next_batch(link).responses] == ["5"]
@@ -207,10 +207,12 @@ def test_a_call_is_told_whole_in_one_batch(link):
 
 def test_what_an_api_server_leaves_is_bounded(link):
     output, _ = outputs_of(link)
+    for other in outputs_of(link, "6", 64):
+        other.add(chunk_of(sampled(*range(MAX_BATCH_TOKENS // 64)), None))
     output.add(chunk_of(sampled(*range(2048)), None))  # for both outputs of the call
     with pytest.raises(RequestError, match="the reader is 2049 tokens behind, the limit is 2048"):
         output.add(chunk_of(sampled(1, first_index=2048), None))
-    next_batch(link)
+    assert len(next_batch(link).token_ids) == MAX_BATCH_TOKENS + 2048
     output.add(chunk_of(sampled(1, first_index=2049), None))
 
 
