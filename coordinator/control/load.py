@@ -77,8 +77,8 @@ class Prompt:
 
     Block hashes are computed once per numerics id, and only as far as a node has all blocks before: the nodes of a
     fleet have one fingerprint and one block size, so a block has the same hash on all of them. A node evicts a block
-    after those behind it, so that a few looks find how many of the known blocks it has. The exception is a beginning
-    that two requests computed or received at the same time: its copy may go first, and the number is then too high.
+    after those behind it (serving_core/node/blocks.py), so that a few looks find how many of the known blocks it has.
+    Where vLLM or KV offload drops a block earlier, the number may be too high: placement is then less good, no more.
     """
 
     def __init__(

@@ -50,8 +50,8 @@ class BlockLease:
     def publish(self, names: Sequence[bytes]) -> None:
         """Publish the first len(names) blocks that are not private, full and final, under these block hashes.
 
-        Later leases then find them. A hash that another block already has stays with that block. Hashes of earlier
-        calls are not examined again.
+        Later leases then find them. A hash that a leased block already has stays with that block until no lease has
+        it, and then goes to this lease's copy. Hashes of earlier calls are not examined again.
         """
         assert not self._released, "a released lease was used"
         first = self.num_private
@@ -101,6 +101,10 @@ class BlockAllocator:
 
     Free blocks are leased lowest id first, so that tables tend to be contiguous; when none is free, the least recently
     used cached blocks are evicted. Without `caching` no block ever has a hash.
+
+    If the leases publish the hashes of prompts from their first block on, a hash is evicted only after all behind it:
+    of several copies of a block a leased one has the hash, so that the leases of a cached block have all ended, and
+    each has released the blocks before it later.
     """
 
     def __init__(self, num_blocks: int, caching: bool = True) -> None:
@@ -111,6 +115,8 @@ class BlockAllocator:
         self._num_leases = [0] * num_blocks  # number of leases of each block
         self._name_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._copy_of: dict[int, bytes] = {}  # the hash of each published block that another block has it for
+        self._copies: dict[bytes, dict[int, None]] = {}  # the same blocks by hash, in the order of publication
         self._leases: dict[int, BlockLease] = {}
         self._changes = NameChanges()
         self.on_evict: Callable[[bytes, int], None] | None = None
@@ -214,10 +220,13 @@ class BlockAllocator:
             num_leases[block] = num_left = num_leases[block] - 1  # behind it can be found
             if num_left:
                 continue
-            if block in name_of:
-                self._cached[block] = None
-            else:
+            if block not in name_of:
+                self._drop_copy(block)
                 heapq.heappush(self._free, block)
+            elif copies := self._copies.get(name_of[block]):
+                self._move_name(block, self._drop_copy(next(iter(copies))))
+            else:
+                self._cached[block] = None
 
     def _out_of_blocks(self, num_blocks: int) -> OutOfBlocks:
         return OutOfBlocks(f"{num_blocks} blocks asked for, {self.num_free} of {self.num_blocks} are free")
@@ -227,12 +236,32 @@ class BlockAllocator:
     def _name(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         if not self.caching:
             return
-        block_of = self._block_of
+        block_of, cached = self._block_of, self._cached
         for block, name in zip(blocks, names, strict=True):
             if name not in block_of:
                 block_of[name] = block
                 self._name_of[block] = name
                 self._changes.stored(name)
+            elif (holder := block_of[name]) in cached:
+                del cached[holder]
+                self._move_name(holder, block)
+            else:
+                self._copy_of[block] = name
+                self._copies.setdefault(name, {})[block] = None
+
+    def _move_name(self, old: int, new: int) -> None:
+        """Give the hash of a block in no lease to a leased copy of the block, and free the block."""
+        name = self._name_of.pop(old)
+        self._name_of[new], self._block_of[name] = name, new
+        heapq.heappush(self._free, old)
+
+    def _drop_copy(self, block: int) -> int:
+        """Forget whose copy the block is, if it is one, and return the block."""
+        if (name := self._copy_of.pop(block, None)) is not None:
+            del self._copies[name][block]
+            if not self._copies[name]:
+                del self._copies[name]
+        return block
 
     def take_names(self) -> list[bytes]:
         """Return all published hashes, for a receiver that knows none yet. `take_changes` counts from here."""
@@ -262,6 +291,10 @@ class BlockAllocator:
                 assert lease.num_private <= index < end or block not in self._name_of, "a block has a name too early"
         assert self._block_of == {name: block for block, name in self._name_of.items()}, "names and blocks differ"
         assert set(self._cached) == set(self._name_of) - set(leases), "a cached block has no name"
+        copies = {block: name for name, blocks in self._copies.items() for block in blocks}
+        assert self._copy_of == copies, "copies and names differ"
+        assert all(leases[block] == 1 and leases[self._block_of[copies[block]]] for block in copies), "a copy is cached"
+        assert all(self._copies.values()), "a name without copies is kept"
         assert self.caching or not self._name_of, "a block has a name without caching"
         self._changes.check_integrity(self._block_of)
 

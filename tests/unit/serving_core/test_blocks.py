@@ -1,11 +1,13 @@
 """The block allocator against a model that recounts everything at each question."""
 
 import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from serving_core.errors import OutOfBlocks
 from serving_core.node.blocks import BlockAllocator
+from tests.effort import effort
 
 paths = st.text("ab", max_size=6)
 
@@ -27,6 +29,7 @@ class Leasing(RuleBasedStateMachine):
         self.tables = []
         self.paths = []  # what each lease's blocks hold
         self.block_of = {}
+        self.copies = []  # name and block, of published blocks that another leased block has the name for
         self.cached = []  # the next to be evicted first
         self.known = set()  # what one who reads the changes knows
 
@@ -87,8 +90,13 @@ class Leasing(RuleBasedStateMachine):
         lease, table = self.leases[index], self.tables[index]
         names = names_of(self.paths[index])[: data.draw(st.integers(0, len(table)))]
         for block, name in list(zip(table, names, strict=False))[lease.num_published :]:
-            if self.caching:
-                self.block_of.setdefault(name, block)
+            if not self.caching:
+                continue
+            if self.block_of.get(name) in self.leased:
+                self.copies.append((name, block))
+            else:
+                self.cached = [other for other in self.cached if other != self.block_of.get(name)]
+                self.block_of[name] = block
         expected = max(lease.num_published, len(names))
         lease.publish(names)
         assert lease.num_published == expected
@@ -99,6 +107,12 @@ class Leasing(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.leases) - 1))
         lease, table = self.leases.pop(index), self.tables.pop(index)
         self.paths.pop(index)
+        self.copies = [(name, block) for name, block in self.copies if block not in table]
+        for name, block in [*self.block_of.items()][::-1]:
+            copy = next((each for each in self.copies if each[0] == name), None)
+            if copy is not None and block not in self.leased:
+                self.copies.remove(copy)
+                self.block_of[name] = copy[1]
         named = self.block_of.values()
         self.cached += [block for block in reversed(table) if block in named and block not in self.leased]
         lease.release()
@@ -145,9 +159,42 @@ class Leasing(RuleBasedStateMachine):
         self.allocator.check_integrity()
         assert self.allocator.num_free == len(self.free) + len(self.cached)
         assert self.allocator.num_cached == len(self.cached)
+        assert self.allocator.blocks_by_name == self.block_of
 
 
 TestLeasing = Leasing.TestCase
+
+
+@settings(max_examples=effort(200, 500, 2000))
+@given(
+    st.lists(st.sampled_from(("a", "aa", "aaa", "ab")), min_size=3, max_size=3),
+    st.permutations([0, 1, 2] * 3),
+    st.lists(st.integers(0, 3), min_size=9, max_size=9),
+)
+def test_a_block_is_evicted_after_all_behind_it(prompts, steps, evicted):
+    """Three prompts of few beginnings begin, publish and end in any order: a node with a block has all before it."""
+    allocator = BlockAllocator(6)
+    lives = [life_of(allocator, path) for path in prompts]
+    for step, num_blocks in zip(steps, evicted, strict=True):
+        next(lives[step])
+        allocator.check_integrity()
+        allocator.allocate(min(num_blocks, allocator.num_free)).release()
+        held = allocator.blocks_by_name
+        assert all(name[:-1] in held for name in held if name[:-1])
+
+
+def life_of(allocator, path):
+    """Allocate, publish and release the blocks of a path, a step at a time; nothing where they do not fit."""
+    names = names_of(path)
+    if allocator.num_needed(len(path), names) > allocator.num_free:
+        while True:
+            yield
+    lease = allocator.allocate(len(path), names)
+    yield
+    lease.publish(names)
+    yield
+    lease.release()
+    yield
 
 
 def test_private_blocks_are_published_apart_and_replaced():
@@ -227,6 +274,31 @@ def test_the_least_recently_used_goes_first_and_a_tail_before_its_head():
         allocator.allocate(1)
         order += allocator.take_changes()[1]
     assert order == [b"aaa", b"bbb", b"bb", b"b", b"aa", b"a"]
+
+
+def test_a_name_goes_to_the_copy_that_is_still_leased():
+    allocator = BlockAllocator(4)
+    first, second, third = allocator.allocate(1), allocator.allocate(2), allocator.allocate(1)
+    for lease, path in ((first, "a"), (second, "ab"), (third, "a")):
+        lease.publish(names_of(path))
+    allocator.take_changes()
+    first.release()
+    assert (allocator.num_cached, allocator.blocks_by_name) == (0, {b"a": 1, b"ab": 2})
+    second.release()
+    assert (allocator.num_cached, allocator.blocks_by_name) == (1, {b"a": 3, b"ab": 2})
+    third.release()
+    assert allocator.allocate(3).block_ids == [0, 1, 2]  # "ab" goes before "a"
+    assert allocator.take_changes() == ([], [b"ab"])
+
+
+def test_a_name_of_a_cached_block_goes_to_the_block_that_is_published_under_it():
+    allocator = BlockAllocator(3)
+    first, second = allocator.allocate(1), allocator.allocate(2)
+    first.publish(names_of("a"))
+    first.release()
+    second.publish(names_of("ab"))
+    assert (allocator.num_cached, allocator.blocks_by_name) == (0, {b"a": 1, b"ab": 2})
+    assert allocator.allocate(1).block_ids == [0]
 
 
 def test_the_first_block_keeps_a_name_and_the_second_stays_without():
