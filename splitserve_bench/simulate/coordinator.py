@@ -65,6 +65,7 @@ class SimulatedCoordinator:
             max_queue_wait_s=settings.max_queue_wait_s,
         )
         self.roles = Roles(self.registry, self.ledger, policy=settings.roles)
+        self.role_changes_s: list[float] = []  # when the role controller sent each
         self._attachments: dict[Node, Attachment] = {}
         agenda.after(TICK_S, self._tick)
 
@@ -147,7 +148,9 @@ class SimulatedCoordinator:
             node.worker.detached()
             self._attach_again(node)
         self.apply(self.scheduler.tick(now), now)
-        self.apply(self.roles.tick(now), now)
+        role_changes = self.roles.tick(now)
+        self.role_changes_s += [now] * len(role_changes)
+        self.apply(role_changes, now)
         self._agenda.after(TICK_S, self._tick)
 
     def apply(self, instructions: Iterable[Instruction], now: float) -> None:

@@ -231,10 +231,13 @@ class FleetSize:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The outcomes in the order of the load, and what the nodes' KV offload did: None where they have none."""
+    """The outcomes in the order of the load, what the nodes' KV offload did (None where they have none), and the times
+    of the role changes that the load caused.
+    """
 
     outcomes: list[Outcome]
     tier: TierUse | None
+    role_changes_s: list[float]
 
 
 class Fleet:
@@ -324,7 +327,7 @@ def simulate(
     start_nodes(fleet, [(*node, profile) for node in size.nodes()], size.nodes_per_machine, seed)
     clients.start(fleet.coordinator)
     agenda.run(lambda: clients.is_over)
-    return Simulated(clients.outcomes, _tier_use(fleet, profile.node))
+    return Simulated(clients.outcomes, _tier_use(fleet, profile.node), fleet.coordinator.role_changes_s)
 
 
 def _tier_use(fleet: Fleet, sizes: NodeSizes) -> TierUse | None:
