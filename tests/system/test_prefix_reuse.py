@@ -91,6 +91,24 @@ async def test_prompts_with_a_common_beginning_at_the_same_time(cluster, model):
     cluster.wait_all_free()
 
 
+async def test_nodes_that_have_computed_nothing_compute_a_common_beginning_once(start_cluster, model):
+    """Prompts that come together, at a fleet that has just started."""
+    alone, sizes = {"remote_prefix_fetch": "never"}, {"max_num_batched_tokens": 64}
+    cluster = start_cluster(model, num_prefill=3, node={"num_kv_blocks": 400}, prefill=sizes, coordinator=alone)
+    reference, beginning = Reference(model), _prompt(7, 40 * BLOCK_SIZE)
+    wait_until(lambda: all(load.rss_bytes for load in cluster.loads().values()), "heartbeats", CALL_DEADLINE_S)
+    prompts = [[*beginning, *_prompt(300 + i, 5)] for i in range(6)]
+    async with cluster.connect() as stub:
+        streams = [stream(stub, request(prompt, max_tokens=4, **GREEDY)) for prompt in prompts]
+        answers = [await answering.complete() for answering in streams]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == reference.greedy(prompt, 4, eos_token_id=-1)
+    cached = sorted(answer.complete.cached_tokens for answer in answers)
+    assert cached == [0, *[40 * BLOCK_SIZE] * 5]
+    assert len({answer.complete.timeline.prefill_node for answer in answers}) == 1
+    cluster.stop()
+
+
 async def test_what_new_prompts_begin_with_travels_once(cluster, model):
     """All but the first one wait for it, unless their first tokens come before any of its KV: then another try."""
     reference = Reference(model)

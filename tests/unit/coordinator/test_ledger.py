@@ -184,13 +184,15 @@ def test_an_answer_that_comes_whole_holds_all_its_blocks_by_itself(ledger, nodes
     ledger.check_integrity()
 
 
-def test_a_node_that_has_told_of_no_block_may_keep_none(ledger, nodes):
+def test_a_node_that_has_not_reported_its_cache_may_keep_none(ledger, nodes):
     node = nodes[0]
     for number in range(2):
         ledger.set_due(f"{number}", Due(1.0, 0.1), 0, 10)
     write_alike(ledger, node, 2)
     assert [ledger.tokens_alone(node, part) for part, *_ in ledger.limited_parts(node)] == [40, 40]
     node.hints.clear()
+    assert [ledger.tokens_alone(node, part) for part, *_ in ledger.limited_parts(node)] == [40, 40]
+    node.numerics_ids.clear()
     assert [ledger.tokens_alone(node, part) for part, *_ in ledger.limited_parts(node)] == [360, 360]
     assert ledger.tokens_taken(node) == 2 * 360
     assert ledger.tokens_shared(node, alike(2)) == 0

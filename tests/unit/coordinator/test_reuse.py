@@ -81,10 +81,20 @@ def test_prompts_that_begin_alike_and_come_together_are_read_by_one_node(known):
     assert world.submit("other/0", token_ids=[7, *prompt])[1] == "prefill p1"
 
 
-def test_of_nodes_that_have_told_of_no_block_none_is_taken_to_keep_any(world):
+def test_of_nodes_that_have_not_reported_their_caches_none_is_taken_to_keep_any(world):
     chosen = [world.submit(f"{number}/0", token_ids=TOKENS)[1] for number in range(4)]
     assert chosen == ["prefill p0", "prefill p1"] * 2
     assert world.account("p0")[0] == 80
+
+
+def test_nodes_with_empty_caches_compute_a_common_beginning_once(world):
+    """Nobody has computed anything yet; prompts that share nothing are divided."""
+    for name in ("p0", "p1"):
+        world.holds(name, [])
+    chosen = [world.submit(f"{number}/0", token_ids=[*TOKENS, *TOKENS, number])[1] for number in range(4)]
+    assert chosen == ["prefill p0"] * 4
+    assert world.account("p0")[0] == 81 + 3 * 1
+    assert world.submit("other/0", token_ids=[7, *TOKENS])[1] == "prefill p1"
 
 
 def test_what_is_not_alike_is_not_computed_once(known):

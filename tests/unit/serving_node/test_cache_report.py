@@ -18,8 +18,8 @@ def short_messages(monkeypatch):
 class Coordinator:
     """Hears a report, and looks after every message whether the node could hold so much."""
 
-    def __init__(self, num_blocks):
-        self.allocator = BlockAllocator(num_blocks)
+    def __init__(self, num_blocks, caching=True):
+        self.allocator = BlockAllocator(num_blocks, caching=caching)
         self.report = CacheReport(self.allocator, None, [b"maker"], self.hear)
         self.hints = set()
         self.messages = []
@@ -56,3 +56,19 @@ def test_what_is_too_much_for_one_message_goes_before_more_comes():
     coordinator.fill(0)
     coordinator.fill(MAX_HINTS + 1)
     assert coordinator.messages == [(0, MAX_HINTS), (0, 1), (MAX_HINTS, 0), (1, MAX_HINTS), (0, 1)]
+
+
+def test_the_first_report_of_an_empty_pool_says_that_blocks_are_shared():
+    coordinator = Coordinator(3)
+    for _ in range(2):
+        coordinator.report.report()
+    assert coordinator.messages == [(0, 0)]
+    coordinator.report.forget()
+    coordinator.report.report()
+    assert coordinator.messages == [(0, 0)] * 2
+
+
+def test_a_pool_without_caching_reports_nothing():
+    coordinator = Coordinator(3, caching=False)
+    coordinator.report.report()
+    assert coordinator.messages == []
