@@ -49,7 +49,8 @@ def _nodes(nodes: Sequence[Any], num_nodes: Mapping[str, int], num_cpus: int) ->
     transport = nodes[0].kv_transport
     is_shared = num_cpus and transport == "zmq" and nodes[0].kv_shared_memory
     way = "through shared memory, as they are on one machine" if is_shared else f"by --kv-transport {transport}"
-    return f"{counts} {where}; KV goes {way}"
+    ask = "; `splitserve doctor` simulates whether one large node keeps more requests within their limits"
+    return f"{counts} {where}; KV goes {way}{ask if len(nodes) > 1 and num_cpus and on_cpu(engine) else ''}"
 
 
 def _memory(config: ModelConfig, engine: EngineSettings) -> str:

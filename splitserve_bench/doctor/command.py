@@ -37,7 +37,7 @@ MOST_RUNNING: Final = 256
     help="Decode this many sequences at the same time on each of two nodes.",
 )
 @option("--prompt-tokens", default="64,256,512,1024,2048", type=COUNTS, help="Measure prompts of these many tokens.")
-@option("--output-tokens", default="16,64,256,1024", type=COUNTS, help="Compute with outputs of these many tokens.")
+@option("--output-tokens", default="16,64,256", type=COUNTS, help="Simulate outputs of these many tokens.")
 @option("--dtype", default="auto", type=click.Choice(DTYPES), help="Compute in this dtype.")
 @option("--quantization", default="none", type=click.Choice(QUANTIZATIONS), help="Quantize the weights, as nodes do.")
 @option(
@@ -81,9 +81,9 @@ def doctor(
     **flags: Any,
 ) -> None:
     """Show the environment and the command that serves MODEL here. Then measure what a node of MODEL does on cores of
-    this machine: prompts, decode steps, KV transfers; and say from which prompt and output lengths on a prefill node
-    and a decode node beat two mixed nodes. Or, with --check-bits, whether answers have the same bits whatever
-    happened to them."""
+    this machine: prompts, decode steps, KV transfers; and simulate how many requests a prefill node and a decode node
+    keep within their limits, two mixed nodes, and one node of all their cores. Or, with --check-bits, whether answers
+    have the same bits whatever happened to them."""
     if check_bits and save_path is not None:
         raise SettingsError("--check-bits measures nothing that --save could write")
     if tp != 1 and not check_bits:
@@ -114,13 +114,13 @@ def _measure(
     With an environment, which was not printed then, everything is one JSON object.
     """
     from splitserve_bench.doctor.measure import measure_doctor
-    from splitserve_bench.doctor.report import doctor_view, pays_lines
+    from splitserve_bench.doctor.report import conclusions, doctor_view
 
     async def main() -> None:
         figures = await measure_doctor(model, settings, sizes, report)
         more = {} if environment is None else {"environment": dataclasses.asdict(environment)}
         as_json = environment is not None
-        print_figures(figures, doctor_view, as_json=as_json, **more, conclusions=pays_lines(figures))
+        print_figures(figures, doctor_view, as_json=as_json, **more, conclusions=conclusions(figures))
         if save_path is not None:
             from splitserve_bench.doctor.measure import measure_profile
 

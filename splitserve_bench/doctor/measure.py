@@ -6,7 +6,7 @@ For what `splitserve doctor` shows:
    under `splitserve up`: so the figures include how much they slow each other down by their use of memory.
 2. KV of prompts is transferred between two processes, as in `splitserve bench transfer`.
 3. One node on the cores of both does prompts and then steps, where there are cores for two.
-4. split_model.py works out what follows.
+4. topologies.py simulates what follows.
 
 For the profile that `--save` writes:
 
@@ -21,6 +21,7 @@ For the profile that `--save` writes:
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import statistics
 import tempfile
@@ -41,20 +42,10 @@ from splitserve.launch.models import LocalModel, Report
 from splitserve_bench.compare.arena import Arena
 from splitserve_bench.compare.contenders import SPLIT, ClusterContender, colocated
 from splitserve_bench.crew import worker
-from splitserve_bench.doctor.simulated import simulated_topologies
-from splitserve_bench.doctor.split_model import (
-    Comparison,
-    NodeCosts,
-    PrefillCost,
-    WholeCost,
-    compare,
-    fit_prefill,
-    fit_transfers,
-    pays_between,
-)
+from splitserve_bench.doctor.costs import NodeCosts, PrefillCost, WholeCost, fit_prefill, fit_transfers
 from splitserve_bench.doctor.steps import ANSWERS, GO_ON, MEASURE, PROMPTS, StepFigures, StepTask
+from splitserve_bench.doctor.topologies import Topologies, compare_topologies
 from splitserve_bench.errors import BenchError
-from splitserve_bench.plan.topologies import Topologies
 from splitserve_bench.prompts import Prompts
 from splitserve_bench.serve.metrics import tpot_s, ttft_s
 from splitserve_bench.serve.records import Outcome, PlannedRequest
@@ -105,18 +96,6 @@ class DoctorBench:
 
 
 @dataclass(frozen=True, slots=True)
-class PaysBetween:
-    """The prompt lengths between which a prefill and a decode node beat two mixed nodes, for one output length.
-
-    Both are None when there is no such length.
-    """
-
-    output_tokens: int
-    least_prompt_tokens: int | None
-    most_prompt_tokens: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
     """The seconds of a prompt of `amount` tokens, a step of `amount` requests, or a transfer of `amount` bytes."""
 
@@ -126,7 +105,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class DoctorFigures:
-    """Everything that was measured and concluded. `engine` is the engine's description of itself."""
+    """Everything that was measured and simulated. `engine` is the engine's description of itself."""
 
     model: str
     engine: Mapping[str, str]
@@ -137,16 +116,7 @@ class DoctorFigures:
     steps: tuple[Measured, ...]
     transfers: tuple[Measured, ...]
     costs: NodeCosts
-    comparisons: tuple[Comparison, ...]
-    most_prompt_tokens: int  # that the ranges go to: those that the model takes
-    pays: tuple[PaysBetween, ...]
-    topologies: Topologies | None = None  # simulated, where there are cores for a node with those of both
-
-    @property
-    def usual(self) -> Comparison:
-        """Return the comparison in the middle when all are ordered by their lengths."""
-        ordered = sorted(self.comparisons, key=lambda each: (each.prompt_tokens, each.output_tokens))
-        return ordered[len(ordered) // 2]
+    topologies: tuple[Topologies, ...] = ()  # simulated, one for each mix of lengths
 
 
 async def measure_doctor(
@@ -157,7 +127,7 @@ async def measure_doctor(
     `report` gets progress. Raises BenchError when a process fails, ModelError when the model cannot be loaded, and
     SettingsError when the settings or sizes do not fit the model or the machine.
     """
-    layout, most_tokens = _check(model.folder, settings, sizes)
+    layout = _check(model.folder, settings, sizes)
     parts, at_once = node_cpus(allowed_cpus(), sizes.cores)
     prefill, decode = _tasks(model.folder, settings, sizes, parts)
     nodes = await measured({PREFILL_NODE: prefill, DECODE_NODE: decode}, report, at_once=at_once)
@@ -167,10 +137,13 @@ async def measure_doctor(
         names = f"{WHOLE_NODE}, prompts", f"{WHOLE_NODE}, answers"
         whole = await measured(dict(zip(names, (prefill, decode), strict=True)), report, at_once=False)
     transfers = await _transfers(layout, report)
-    figures = conclude(model.name, sizes, nodes, whole, transfers, layout.token_bytes, most_tokens)
-    node = node_sizes(model.folder, settings)
-    topologies = simulated_topologies(model.name, node, figures.costs, figures.usual)
-    return dataclasses.replace(figures, topologies=topologies)
+    figures = conclude(model.name, sizes, nodes, whole, transfers, layout.token_bytes)
+    node, found = node_sizes(model.folder, settings), []
+    for prompt_tokens, output_tokens in itertools.product(sizes.prompt_tokens, sizes.output_tokens):
+        report(f"simulated requests of {prompt_tokens} + {output_tokens} tokens ...")
+        found.append(compare_topologies(node, figures.costs, sizes.running, prompt_tokens, output_tokens))
+        await asyncio.sleep(0)  # so that a signal ends it
+    return dataclasses.replace(figures, topologies=tuple(found))
 
 
 async def measured(tasks: Mapping[str, StepTask], report: Report, *, at_once: bool) -> Sequence[StepFigures]:
@@ -210,13 +183,11 @@ def conclude(
     whole: Sequence[StepFigures] | None,
     transfers: Sequence[Measured],
     token_bytes: int,
-    most_tokens: int,
 ) -> DoctorFigures:
-    """Return the figures of measurements, with the comparison of prefill and decode nodes with mixed ones.
+    """Return the figures of measurements, of which nothing is simulated.
 
     `nodes` are the steps of a prefill and of a decode node, `whole` those of one node on the cores of both (None: not
-    measured), `transfers` bytes and their seconds. `token_bytes` are the bytes of a token's KV, and the model takes
-    `most_tokens` tokens.
+    measured), `transfers` bytes and their seconds. `token_bytes` are the bytes of a token's KV.
     """
     of_prefill, of_decode = nodes
     costs = NodeCosts(
@@ -225,7 +196,6 @@ def conclude(
         token_bytes,
         None if whole is None else WholeCost(*_fitted(sizes, whole)),
     )
-    lengths = [(prompt, output) for prompt in sizes.prompt_tokens for output in sizes.output_tokens]
     return DoctorFigures(
         model=model,
         engine=of_decode.description,
@@ -236,9 +206,6 @@ def conclude(
         steps=tuple(map(Measured, batches_of(sizes.running), _first(of_decode))),
         transfers=tuple(transfers),
         costs=costs,
-        comparisons=tuple(compare(costs, sizes.running, *each) for each in lengths),
-        most_prompt_tokens=most_tokens,
-        pays=tuple(_pays(costs, sizes.running, output, most_tokens) for output in sizes.output_tokens),
     )
 
 
@@ -251,11 +218,6 @@ def _fitted(sizes: DoctorBench, nodes: Sequence[StepFigures]) -> tuple[PrefillCo
     of_prefill, of_decode = nodes
     prompts = list(zip(sizes.prompt_tokens, _first(of_prefill), strict=True))
     return fit_prefill(prompts), Grid(batches_of(sizes.running), STEP_CONTEXTS, tuple(of_decode.seconds))
-
-
-def _pays(costs: NodeCosts, running: int, output_tokens: int, most_tokens: int) -> PaysBetween:
-    least, most = pays_between(costs, running, output_tokens, most_tokens) or (None, None)
-    return PaysBetween(output_tokens, least, most)
 
 
 def batches_of(running: int) -> tuple[int, ...]:
@@ -284,8 +246,8 @@ def node_cpus(cpus: Sequence[int], cores: int) -> tuple[tuple[str, str], bool]:
     return (first, second), True
 
 
-def _check(folder: Path, settings: EngineSettings, sizes: DoctorBench) -> tuple[KVLayout, int]:
-    """Return the model's KV layout and its most tokens.
+def _check(folder: Path, settings: EngineSettings, sizes: DoctorBench) -> KVLayout:
+    """Return the model's KV layout.
 
     Raises SettingsError when the sizes are too large for the model.
     """
@@ -297,7 +259,7 @@ def _check(folder: Path, settings: EngineSettings, sizes: DoctorBench) -> tuple[
         raise SettingsError(f"{needed} tokens are more than the model's {most}")
     dtype = config.dtype if settings.dtype == "auto" else settings.dtype
     kv_dtype = dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
-    return config.kv_layout(settings.block_size, kv_dtype), most
+    return config.kv_layout(settings.block_size, kv_dtype)
 
 
 def _tasks(

@@ -1,7 +1,7 @@
 """Show the figures of `splitserve doctor` as tables, and say in words what they mean."""
 
 from collections.abc import Callable
-from statistics import median
+from functools import partial
 from typing import Final
 
 from rich.console import Group
@@ -10,12 +10,27 @@ from rich.table import Table
 from rich.text import Text
 
 from serving_core.units import size_of
-from splitserve.commands.terminal import plain_table
-from splitserve_bench.doctor.measure import TRANSPORT, DoctorFigures, Measured, PaysBetween
-from splitserve_bench.plan.topologies import NUM_REQUESTS, TPOT_SCALE, TTFT_SCALE
+from splitserve_bench.doctor.measure import TRANSPORT, DoctorFigures, Measured
+from splitserve_bench.doctor.topologies import (
+    COLOCATED,
+    MARGIN,
+    NUM_REQUESTS,
+    ONE_NODE,
+    RATE_SHARE,
+    SPLIT,
+    TPOT_SCALE,
+    TTFT_SCALE,
+    Topologies,
+    best_of,
+    mean_kept,
+)
 from splitserve_bench.report import engine_line, table_of
 
-STYLES: Final = {"split": "green", "even": "", "colocated": "yellow"}
+COMMANDS: Final = {
+    SPLIT: "splitserve up --prefill 1 --decode 1",
+    COLOCATED: "splitserve up --mixed 2",
+    ONE_NODE: "splitserve up --mixed 1",
+}
 
 
 def doctor_view(figures: DoctorFigures) -> Group:
@@ -34,11 +49,11 @@ def doctor_view(figures: DoctorFigures) -> Group:
         "",
         Text(_transfer_line(figures)),
         "",
-        Text(f"two nodes and {2 * figures.running} running sequences, split or colocated (each node does both):"),
-        comparison_table(figures),
-        *map(Text, assumption_lines(figures)),
+        "two nodes, split or colocated (each does both), and one node in their place:",
+        topologies_table(figures),
+        *map(Text, load_lines(figures)),
         "",
-        *(f"[bold]{escape(line)}[/]" for line in pays_lines(figures)),
+        *(f"[bold]{escape(line)}[/]" for line in conclusions(figures)),
     ]
     return Group(*parts)  # type: ignore[arg-type]
 
@@ -66,80 +81,48 @@ def decode_table(figures: DoctorFigures) -> Table:
     return table_of(figures.steps, columns)
 
 
-def comparison_table(figures: DoctorFigures) -> Table:
-    """Return a table of the mixes of lengths: rates and times of split, colocated and one node, and which pays."""
-    per_second = "requests/s, split", "colocated", "one node"
-    between = "ms between tokens, split", "colocated", "one node"
-    table = plain_table("", numbers=("prompt", "output", *per_second, *between, "balanced at"))
-    table.add_column("pays")
-    table.add_column("because")
-    for each in figures.comparisons:
-        style = STYLES[each.verdict]
-        table.add_row(
-            "",
-            str(each.prompt_tokens),
-            str(each.output_tokens),
-            f"{each.split_requests_per_s:.2f}",
-            f"{each.colocated_requests_per_s:.2f}",
-            "" if each.whole is None else f"{each.whole.requests_per_s:.2f}",
-            f"{each.split_tpot_s * 1e3:.1f}",
-            f"{each.colocated_tpot_s * 1e3:.1f}",
-            "" if each.whole is None else f"{each.whole.tpot_s * 1e3:.1f}",
-            f"{each.prefill_nodes:.2f} : 1",
-            Text(each.verdict, style=style),
-            each.why,
-        )
-    return table
+def topologies_table(figures: DoctorFigures) -> Table:
+    """Return a table of the mixes of lengths: the rate, what each fleet keeps of it, and which keeps the most."""
+    columns: dict[str, Callable[[Topologies], str]] = {
+        "": lambda row: "",
+        "prompt": lambda row: str(row.prompt_tokens),
+        "output": lambda row: str(row.output_tokens),
+        "requests/s": lambda row: f"{row.requests_per_s:.3g}",
+        **{f"{name}, % good": partial(_percent, name) for name in figures.topologies[0].kept},
+        "best": lambda row: row.best,
+    }
+    return table_of(figures.topologies, columns)
 
 
-def assumption_lines(figures: DoctorFigures) -> list[str]:
-    """Return the assumptions of the comparison, a line each."""
+def _percent(name: str, row: Topologies) -> str:
+    return f"{row.kept[name] * 100:.0f}"
+
+
+def load_lines(figures: DoctorFigures) -> list[str]:
+    """Return what was simulated, a line each."""
     return [
-        f"Assumed: {figures.running} sequences always run for each of two nodes, all of one length, nothing cached;",
-        "colocated, a prompt stalls every sequence beside it by its whole computation;",
-        "split, both nodes are busy with the KV transfer for its time; waits in queues are left out.",
-        "Split pays: as many requests/s, to a tenth, and a tenth ahead in them or in the time between tokens. "
-        "Balanced at: prefill nodes for each decode node.",
+        f"Simulated: {NUM_REQUESTS} requests of about each length as a Poisson process, at {RATE_SHARE:g} of what two "
+        f"mixed nodes serve while {2 * figures.running} always run; good:",
+        f"within {TTFT_SCALE:g} times the TTFT and {TPOT_SCALE:g} times the TPOT that a request has alone on the "
+        f"largest node; best: by {MARGIN:.0%} of the requests, else even.",
     ]
 
 
-def pays_lines(figures: DoctorFigures) -> list[str]:
-    """Return sentences: from which lengths on a prefill and a decode node beat two mixed ones."""
-    lines = [f"With {2 * figures.running} running sequences the split pays on this machine"]
-    lines += [f"  {_range(each, figures.most_prompt_tokens)}" for each in figures.pays]
-    lines.append("For longer prompts have more prefill nodes, for longer outputs more decode nodes.")
-    return lines + _whole_lines(figures)
-
-
-def _whole_lines(figures: DoctorFigures) -> list[str]:
-    """Return in words what one node on the cores of both would serve, with its command where it would keep more."""
-    ratios = [each.whole_ratio for each in figures.comparisons if each.whole_ratio is not None]
-    if not ratios:
-        return []
-    lines = [
-        f"One node of {2 * figures.cores} cores would serve {median(ratios):.2f} times as many requests/s as the "
-        f"better of both, in the median of these lengths ({min(ratios):.2f} to {max(ratios):.2f})"
+def conclusions(figures: DoctorFigures) -> list[str]:
+    """Return sentences: where the split keeps the most requests, and what keeps the most of all these lengths."""
+    found = figures.topologies
+    names = {SPLIT: "a prefill and a decode node", COLOCATED: "two mixed nodes"}
+    names[ONE_NODE] = f"one node of {2 * figures.cores} cores"
+    lengths = [f"{each.prompt_tokens} + {each.output_tokens}" for each in found if each.best == SPLIT]
+    where = f"at prompts + outputs of {', '.join(lengths)} tokens" if lengths else "at none of these lengths"
+    kept = mean_kept(found)
+    shares = ", ".join(f"{names[name]} {share:.0%}" for name, share in kept.items())
+    best = best_of(kept)
+    last = f"On average {shares} of the requests are good"
+    return [
+        f"The split keeps more requests within their limits than any other way {where}",
+        f"{last}: {COMMANDS[best]}" if best in COMMANDS else f"{last}: about even",
     ]
-    kept = figures.topologies
-    if kept is None:
-        return lines
-    others = ", ".join(f"{name} {share:.0%}" for name, share in kept.others.items())
-    line = (
-        f"Simulated, {NUM_REQUESTS} requests of some {kept.prompt_tokens} + {kept.output_tokens} tokens at "
-        f"{kept.requests_per_s:.3g} a second, within {TTFT_SCALE:g} times the TTFT and {TPOT_SCALE:g} times the TPOT "
-        f"of one alone: one node keeps {kept.whole:.0%}, {others}"
-    )
-    is_better = kept.whole > max(kept.others.values())
-    return [*lines, f"{line}: splitserve up --mixed 1" if is_better else line]
-
-
-def _range(each: PaysBetween, most_prompt_tokens: int) -> str:
-    answers = f"for outputs of {each.output_tokens} tokens"
-    if each.least_prompt_tokens is None:
-        return f"{answers} at no prompt length up to {most_prompt_tokens}"
-    if each.most_prompt_tokens == most_prompt_tokens:
-        return f"{answers} from prompts of {each.least_prompt_tokens} tokens on"
-    return f"{answers} with prompts of {each.least_prompt_tokens} to {each.most_prompt_tokens} tokens"
 
 
 def _nodes_line(figures: DoctorFigures) -> str:

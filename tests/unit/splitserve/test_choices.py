@@ -26,6 +26,7 @@ def test_defaults_are_explained(model):
     assert "in bfloat16 as config.json says" in about_model
     assert about_nodes.startswith("Nodes: 1 prefill, 1 decode on 2 CPUs, divided evenly among 2 ranks")
     assert "through shared memory" in about_nodes
+    assert "`splitserve doctor` simulates whether one large node keeps more" in about_nodes
     assert "a KV pool of 512.0 MiB (the default on CPUs" in about_memory
 
 
@@ -44,7 +45,10 @@ def test_ranks_that_share_cpus(model):
 
 
 def test_on_ray_and_on_cuda(model):
-    assert "on the hosts that Ray chooses" in chosen(model, 0)[1]
+    assert "on the hosts that Ray chooses" in (about_nodes := chosen(model, 0)[1])
+    assert "doctor" not in about_nodes
+    one = ClusterSettings(prefill=0, decode=0, mixed=1)
+    assert "doctor" not in chosen(model, settings=one)[1]
     _, about_nodes, about_memory = chosen(model, device="cuda")
     assert "on CUDA devices" in about_nodes
     assert "KV in what --gpu-memory-utilization 0.9 leaves" in about_memory

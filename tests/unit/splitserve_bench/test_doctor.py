@@ -1,11 +1,10 @@
-"""`splitserve doctor`: the arithmetic of when a split pays, by hand; what it concludes from given figures; and the
-command on a tiny model."""
+"""`splitserve doctor`: what it fits to times, what it simulates and concludes from given figures; and the command on a
+tiny model."""
 
 import asyncio
 import dataclasses
 import importlib.metadata
 import json
-import math
 import re
 import socket
 import sys
@@ -21,87 +20,26 @@ from serving_core.errors import SettingsError
 from serving_core.settings import EngineSettings
 from splitserve.cli import main
 from splitserve_bench.doctor import measure as measuring
+from splitserve_bench.doctor.costs import PrefillCost, fit_prefill, fit_transfers
 from splitserve_bench.doctor.environment import command_for, find_environment
 from splitserve_bench.doctor.measure import DoctorBench, Measured, batches_of, conclude, measured, node_cpus
-from splitserve_bench.doctor.report import pays_lines
-from splitserve_bench.doctor.simulated import simulated_topologies
-from splitserve_bench.doctor.split_model import (
-    NodeCosts,
-    PrefillCost,
-    compare,
-    fit_prefill,
-    fit_transfers,
-    pays_between,
-)
+from splitserve_bench.doctor.report import conclusions
 from splitserve_bench.doctor.steps import PROMPTS, StepFigures, StepTask
+from splitserve_bench.doctor.topologies import (
+    COLOCATED,
+    EVEN,
+    ONE_NODE,
+    RATE_SHARE,
+    SPLIT,
+    Topologies,
+    compare_topologies,
+)
 from splitserve_bench.models import Shape, write_random_model
-from splitserve_bench.simulate.profile import Grid, TransferProfile
 from splitserve_bench.transfer import peer
 from tests.effort import few
 from tests.tiny_models import write_fake_model
 from tests.unit.splitserve_bench.simulate_kit import SIZES
 from tests.unit.splitserve_bench.stand_ins import worker_here
-
-# A prompt takes 10 ms + 1 ms a token, a step 20 ms for 4 answers and 30 ms for 8, a KV transfer 2 ms + 10 µs a token.
-STEPS = {4: 0.02, 8: 0.03}
-COSTS = NodeCosts(
-    PrefillCost(base_s=0.01, token_s=0.001, pair_s=0.0),
-    Grid((4, 8), (100,), ((0.02,), (0.03,))),
-    TransferProfile(latency_s=0.002, bytes_per_s=1e6),
-    token_bytes=10,
-)
-
-
-def test_both_ways_by_hand():
-    found = compare(COSTS, running=4, prompt_tokens=100, output_tokens=50)
-    assert found.colocated_requests_per_s == pytest.approx(2 / (0.11 + 50 * 0.02 / 4))
-    assert found.colocated_tpot_s == pytest.approx(0.02 + 3 * 0.11 / 50)  # three others begin while it runs
-    assert found.split_requests_per_s == pytest.approx(1 / (50 * 0.03 / 8 + 0.003))
-    assert found.split_tpot_s == pytest.approx(0.03 + 8 * 0.003 / 50)
-    assert found.prefill_nodes == pytest.approx(0.113 / 0.1905)
-
-
-@pytest.mark.parametrize(
-    ("prompt_tokens", "requests", "pace", "verdict", "why"),
-    [
-        (10, (0.02 + 0.25) / 2 / 0.1896, 0.0212 / 0.030336, "colocated", "the prefill node idles"),
-        (100, 0.36 / 2 / 0.1905, 0.0266 / 0.03048, "colocated", "two small batches step faster"),
-        (170, 0.43 / 2 / 0.1912, 0.0308 / 0.030592, "split", "one large batch of sequences, more requests"),
-        (200, 0.46 / 2 / 0.214, 0.0326 / 0.03064, "even", "within a tenth"),
-        (220, 0.48 / 2 / 0.2342, 0.0338 / 0.030672, "split", "no prompt stalls a sequence"),
-        (300, 0.56 / 2 / 0.315, 0.0386 / 0.0308, "colocated", "the prefill node is the bottleneck"),
-    ],
-)
-def test_verdicts(prompt_tokens, requests, pace, verdict, why):
-    found = compare(COSTS, 4, prompt_tokens, 50)
-    assert found.requests_ratio == pytest.approx(requests)
-    assert found.pace_ratio == pytest.approx(pace)
-    assert (found.verdict, found.why) == (verdict, why)
-
-
-def test_the_range_in_which_the_split_pays():
-    least, most = pays_between(COSTS, 4, 50, 1000)
-    # (n + 260) / 2 over 189.5 + 0.01 n, the decode node's ms, is 1.1 at 160.4; over 12 + 1.01 n, the prefill node's,
-    # it falls below 1.1 at 191.2, from where on the pace decides, and below 1 / 1.1 at 284.8.
-    assert 160.4 <= least <= 160.4 * 1.05
-    assert 284.8 / 1.05 <= most <= 284.8
-    assert 191.2 / 1.05 <= pays_between(COSTS, 4, 50, 200)[1] <= 191.2
-    assert pays_between(COSTS, 4, 1, 1000) is None
-
-
-def cached(cached_token_s, factor=1.0):
-    """Steps that take so much longer for each token in a cache."""
-    rows = [
-        [factor * (step_s + batch * each * cached_token_s) for each in (0, 1000)] for batch, step_s in STEPS.items()
-    ]
-    return Grid(tuple(STEPS), (100, 1100), tuple(map(tuple, rows)))
-
-
-def test_a_longer_context_makes_steps_longer():
-    decode = cached(1e-6)
-    assert decode.at(4, 350) == pytest.approx(0.02 + 4 * 250e-6)
-    found = compare(replace(COSTS, decode=decode), 4, 300, 100)  # 350 tokens in the middle of an answer
-    assert found.split_tpot_s == pytest.approx(0.03 + 8 * 250e-6 + 8 * 0.005 / 100)
 
 
 @given(st.floats(0, 1), st.floats(1e-6, 1), st.floats(0, 1e-3))
@@ -129,27 +67,6 @@ def test_the_kv_transfer_profile_from_two_transfers():
     assert (faster_when_larger.latency_s, faster_when_larger.bytes_per_s) == (pytest.approx(0.003), pytest.approx(1e6))
 
 
-@given(
-    st.integers(1, 64),
-    st.integers(1, 5000),
-    st.integers(1, 5000),
-    st.floats(1e-3, 1e3),
-    st.floats(1e-6, 1e-2),
-)
-def test_a_machine_that_is_faster_in_all_judges_alike(running, prompt_tokens, output_tokens, factor, cached_token_s):
-    slower = NodeCosts(
-        PrefillCost(0.01 * factor, 0.001 * factor, 0.0),
-        cached(cached_token_s, factor),
-        TransferProfile(0.002 * factor, 1e6 / factor),
-        10,
-    )
-    one = compare(replace(COSTS, decode=cached(cached_token_s)), running, prompt_tokens, output_tokens)
-    other = compare(slower, running, prompt_tokens, output_tokens)
-    assert other.requests_ratio == pytest.approx(one.requests_ratio)
-    assert other.pace_ratio == pytest.approx(one.pace_ratio)
-    assert math.isclose(other.split_requests_per_s * factor, one.split_requests_per_s)
-
-
 TINY = Shape("LlamaForCausalLM", "llama", 48, 3, 4, 2, 12, 80, 260, 1024)
 TINY_SIZES = ("--running", "2", "--prompt-tokens", "40,16", "--output-tokens", "64 8", "--repeats", "1")
 DEADLINE_S = 60.0
@@ -166,14 +83,12 @@ def run(*arguments):
     return CliRunner().invoke(main, ["doctor", *map(str, arguments)])
 
 
-def concluded(output_tokens=(50, 1), most_tokens=1000, part=None):
+def concluded(part=None):
     """From a prompt of 10 ms + 1 ms a token, steps of 10 ms + 2.5 ms an answer, a KV transfer of 2 ms + 10 µs a token;
     and one node, by which a token and an answer take so much of that."""
-    nodes = costs_of(1.0)
-    sizes = DoctorBench(1, 4, (100, 200, 300), output_tokens, 1)
+    sizes = DoctorBench(1, 4, (100, 200, 300), (50, 1), 1)
     transfers = [Measured(160, 0.00216), Measured(20480, 0.02248)]
-    whole = None if part is None else costs_of(part)
-    return conclude("tiny", sizes, nodes, whole, transfers, 10, most_tokens)
+    return conclude("tiny", sizes, costs_of(1.0), None if part is None else costs_of(part), transfers, 10)
 
 
 def costs_of(part):
@@ -188,58 +103,48 @@ def test_what_follows_from_figures():
     assert figures.costs.prefill.prefill_s(150) == pytest.approx(0.16)
     assert figures.costs.decode.at(6, 5000) == pytest.approx(0.025)
     assert figures.costs.transfer_s(100) == pytest.approx(0.003)
-    lengths = [(each.prompt_tokens, each.output_tokens) for each in figures.comparisons]
-    assert lengths == [(100, 50), (100, 1), (200, 50), (200, 1), (300, 50), (300, 1)]
-    assert [each.output_tokens for each in figures.pays] == [50, 1]
-    assert 161 <= figures.pays[0].least_prompt_tokens <= 169  # as in test_the_range_in_which_the_split_pays
-    assert figures.pays[1].least_prompt_tokens is figures.pays[1].most_prompt_tokens is None
+
+
+@pytest.mark.parametrize(("part", "best"), [(0.2, ONE_NODE), (1.5, EVEN)])
+def test_the_large_node_is_simulated_beside_both_ways_to_have_two(part, best):
+    """Its steps take that part of the seconds of the small nodes, beyond 10 ms."""
+    found = compare_topologies(SIZES, concluded(part).costs, 4, 200, 50)
+    assert list(found.kept) == [SPLIT, COLOCATED, ONE_NODE]
+    assert (found.best == ONE_NODE) == (best == ONE_NODE)
+    # Two mixed nodes with 4 sequences each: prompts of 210 ms, and 50 steps of 20 ms for 4 outputs.
+    assert found.requests_per_s == pytest.approx(RATE_SHARE * 2 / (0.21 + 50 * 0.02 / 4), rel=0.1)
+
+
+def test_without_a_large_node_two_ways_are_simulated():
+    assert list(compare_topologies(SIZES, concluded().costs, 4, 100, 1).kept) == [SPLIT, COLOCATED]
+
+
+@pytest.mark.parametrize(
+    ("kept", "best"),
+    [
+        ({SPLIT: 0.9, COLOCATED: 0.8, ONE_NODE: 0.85}, SPLIT),
+        ({SPLIT: 0.9, COLOCATED: 0.8, ONE_NODE: 0.88}, EVEN),
+        ({SPLIT: 0.5, COLOCATED: 1.0}, COLOCATED),
+    ],
+)
+def test_the_best_keeps_a_twentieth_of_the_requests_more(kept, best):
+    assert Topologies(1, 1, 1.0, kept).best == best
 
 
 def test_the_conclusion_in_words():
-    figures = concluded()
-    least, most = figures.pays[0].least_prompt_tokens, figures.pays[0].most_prompt_tokens
-    assert pays_lines(figures) == [
-        "With 8 running sequences the split pays on this machine",
-        f"  for outputs of 50 tokens with prompts of {least} to {most} tokens",
-        "  for outputs of 1 tokens at no prompt length up to 1000",
-        "For longer prompts have more prefill nodes, for longer outputs more decode nodes.",
+    one, other = ({SPLIT: 0.9, COLOCATED: 0.7, ONE_NODE: 0.8}, {SPLIT: 0.5, COLOCATED: 0.7, ONE_NODE: 1.0})
+    found = Topologies(64, 256, 2.0, one), Topologies(512, 16, 1.0, other)
+    assert conclusions(replace(concluded(0.5), topologies=found)) == [
+        "The split keeps more requests within their limits than any other way at prompts + outputs of 64 + 256 tokens",
+        "On average a prefill and a decode node 70%, two mixed nodes 70%, one node of 2 cores 90% of the requests are "
+        "good: splitserve up --mixed 1",
     ]
-    assert pays_lines(concluded((50,), 190))[1] == f"  for outputs of 50 tokens from prompts of {least} tokens on"
-    assert pays_lines(concluded((5000,)))[1] == "  for outputs of 5000 tokens at no prompt length up to 1000"
-
-
-def test_one_node_in_place_of_two():
-    """A prompt of 100 takes 60 ms there and a step of 8 answers 20 ms: 1 / (60 + 50 * 20 / 8) ms. Of two nodes each has
-    4 answers in steps of 20 ms, and prompts of 110 ms: 2 / (110 + 50 * 20 / 4) ms."""
-    figures = concluded((50,), part=0.5)
-    first = figures.comparisons[0]
-    assert first.whole.requests_per_s == pytest.approx(1 / (0.060 + 50 * 0.020 / 8))
-    assert first.whole.tpot_s == pytest.approx(0.020 + 7 * 0.060 / 50)
-    ratios = [each.whole_ratio for each in figures.comparisons]
-    most = max(first.split_requests_per_s, 2 / (0.110 + 50 * 0.020 / 4))
-    assert ratios[0] == pytest.approx(first.whole.requests_per_s / most)
-    told = f"{sorted(ratios)[1]:.2f} times as many requests/s as the better of both, in the median of these lengths"
-    assert pays_lines(figures)[-1] == (
-        f"One node of 2 cores would serve {told} ({min(ratios):.2f} to {max(ratios):.2f})"
-    )
-
-
-@pytest.mark.parametrize(("part", "is_better"), [(0.2, True), (1.5, False)])
-def test_one_large_node_is_advised_where_it_keeps_more_in_the_simulator(part, is_better):
-    """Its steps take that part of the seconds of the small nodes, beyond 10 ms."""
-    figures = concluded((50,), part=part)
-    assert (figures.usual.prompt_tokens, figures.usual.output_tokens) == (200, 50)
-    kept = simulated_topologies("tiny", SIZES, figures.costs, figures.usual)
-    assert (kept.whole > max(kept.others.values())) == is_better
-    assert list(kept.others) == ["1P+1D", "2B"]
-    line = pays_lines(dataclasses.replace(figures, topologies=kept))[-1]
-    assert f"one node keeps {kept.whole:.0%}, 1P+1D {kept.others['1P+1D']:.0%}" in line
-    assert line.endswith(": splitserve up --mixed 1") == is_better
-
-
-def test_nothing_is_simulated_without_a_large_node():
-    figures = concluded(part=None)
-    assert simulated_topologies("tiny", SIZES, figures.costs, figures.usual) is None
+    assert conclusions(
+        replace(concluded(0.5), topologies=(Topologies(64, 256, 2.0, {SPLIT: 0.9, COLOCATED: 0.9}),))
+    ) == [
+        "The split keeps more requests within their limits than any other way at none of these lengths",
+        "On average a prefill and a decode node 90%, two mixed nodes 90% of the requests are good: about even",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -314,9 +219,9 @@ def test_the_command_measures_a_model(tmp_path):
     ]
     assert all(each["seconds"] > 0 for name in ("prompts", "steps", "transfers") for each in figures[name])
     assert figures["costs"]["token_bytes"] == TOKEN_BYTES
-    lengths = [(each["prompt_tokens"], each["output_tokens"]) for each in figures["comparisons"]]
+    lengths = [(each["prompt_tokens"], each["output_tokens"]) for each in figures["topologies"]]
     assert lengths == [(16, 8), (16, 64), (40, 8), (40, 64)]
-    assert len(figures["conclusions"]) >= 3
+    assert len(figures["conclusions"]) == 2
     for text in ("prefill node: prompts with 0 tokens", "decode node: answers with 512 tokens", "KV transfers"):
         assert text in result.stderr
 
@@ -338,8 +243,8 @@ def test_the_tables_show_every_figure(request, tmp_path, monkeypatch, measures_h
         "µs a token",
         "ms a step",
         "GB/s",
-        "Assumed:",
-        "For longer prompts",
+        "Simulated:",
+        "On average a prefill and a decode node",
     ):
         assert text in result.stdout, result.stdout
 
@@ -362,7 +267,7 @@ def test_what_was_measured_is_shown_though_the_profile_cannot_be(tmp_path):
     (tmp_path / "tiny" / "tokenizer.json").unlink()  # the cluster of --save needs it
     shown = run(tmp_path / "tiny", *TINY_SIZES, "--save", tmp_path / "profile.json")
     assert shown.exit_code != 0
-    assert "For longer prompts have more prefill nodes" in shown.stdout
+    assert "On average a prefill and a decode node" in shown.stdout
     refused = run(tmp_path / "tiny", *TINY_SIZES, "--save", tmp_path / "no" / "profile.json")
     assert (refused.exit_code, "takes files" in refused.stderr) == (2, True)
     assert "prefill node" not in refused.stderr
