@@ -222,7 +222,7 @@ def test_the_command_measures_a_model(tmp_path):
     lengths = [(each["prompt_tokens"], each["output_tokens"]) for each in figures["topologies"]]
     assert lengths == [(16, 8), (16, 64), (40, 8), (40, 64)]
     assert len(figures["conclusions"]) == 2
-    for text in ("prefill node: prompts with 0 tokens", "decode node: answers with 512 tokens", "KV transfers"):
+    for text in ("prefill node: prompts with 0 tokens", "decode node: decode steps with 512 tokens", "KV transfers"):
         assert text in result.stderr
 
 
