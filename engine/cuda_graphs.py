@@ -13,7 +13,7 @@ then they must be equal.
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 import torch
@@ -27,7 +27,7 @@ from engine.model.llama import LlamaDecoder
 from engine.ops.base import Logits
 from engine.parallel import RankGroup, on_all_ranks
 from serving_core.errors import RankLost
-from serving_core.requests import Share
+from serving_core.requests import Share, Work
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class StaticDecode:
     """Computes decode steps of one token per request at fixed sizes and addresses. Run in inference mode."""
 
     name = "CUDA graphs"
+    moves_batches = False
 
     def __init__(
         self, decoder: LlamaDecoder, attention: Attention, num_blocks: int, max_model_len: int, capture: Capture
@@ -103,6 +104,9 @@ class StaticDecode:
         on_taken()
         self._replays[plan]()
         return None if self._logits is None else Logits(self._logits[:num_rows])
+
+    def plan_behind(self, batch: ForwardBatch, plan: int, works: Sequence[Work]) -> None:
+        """Return None: the copy into the buffers takes any batch."""
 
     def close(self) -> None:
         """Release the graphs; the object cannot run afterwards."""

@@ -90,11 +90,18 @@ class DecodeProgram(Protocol):
     """
 
     name: str
+    moves_batches: bool  # whether steps behind each other may have one batch
 
     def plan(self, batch: ForwardBatch) -> Any | None:
         """Prepare what `run` needs for this batch; return None if the program does not compute such batches.
 
         The batch's tokens may be unknown, and another batch may run meanwhile.
+        """
+
+    def plan_behind(self, batch: ForwardBatch, plan: Any, works: Sequence[Work]) -> Any | None:
+        """Prepare the step behind the one with this batch and plan, for the same batch: `run` will move it, in place.
+
+        `works` are the next tokens of its requests, one each. Returns None if that step needs another batch.
         """
 
     def run(self, batch: ForwardBatch, plan: Any, on_taken: Callable[[], None]) -> Logits | None:
@@ -209,19 +216,31 @@ class Engine:
     def prepare(self, works: Sequence[Work], behind: PreparedStep | None = None) -> PreparedStep:
         """Build the batch of a decode step in which each request's one token is not known yet.
 
-        `behind` is the step before, if it was prepared too and these works are its requests' next tokens. May run
-        beside a running step, from one thread at a time.
+        `behind` is the step before, if it was prepared too and these works are its requests' next tokens. It must be
+        computed before this one; if it fails or is dropped, so must this one be dropped. May run beside a running step,
+        from one thread at a time.
+
+        Steps behind each other may have one batch, which two threads use without a lock. The thread that calls this
+        owns `context_lengths` and the columns of `block_tables` that no step before needs. The engine's thread owns
+        all else, and moves it to a step's tokens when that step begins. So this reads no tensor of a batch that moves,
+        and it does not matter whether the step before has begun, or fails.
         """
-        layout, device = self.layout, self.pool.device
+        layout, device, program = self.layout, self.pool.device, self.program
         with self.stream.taken():
-            if behind is not None and not layout.num_state_blocks:
-                batch = next_batch(behind.batch, [work.block_ids for work in works], layout.block_size, device)
-            else:
+            if behind is not None and behind.plan is not None:
+                assert program is not None, "it has made the plan"
+                plan = program.plan_behind(behind.batch, behind.plan, works)
+                if plan is not None:
+                    return PreparedStep(behind.batch, plan)
+                if program.moves_batches:
+                    behind = None
+            if behind is None or layout.num_state_blocks:
                 shares = [Share((0,), work.start, work.block_ids, True, adapter=work.request.adapter) for work in works]
                 batch = build_batch(shares, layout.block_size, device, layout.num_state_blocks)
-            return PreparedStep(batch, None if self.program is None else self.program.plan(batch))
+            else:
+                batch = next_batch(behind.batch, [work.block_ids for work in works], layout.block_size, device)
+            return PreparedStep(batch, None if program is None else program.plan(batch))
 
-    @torch.inference_mode()
     def step_prepared(
         self,
         works: Sequence[Work],
@@ -231,6 +250,8 @@ class Engine:
         until_known: Callable[[], None],
     ) -> list[SampledToken]:
         """Compute a step like `step`, from the batch that `prepare` has built of these `works`, none with draft tokens.
+
+        Call in inference mode, as a Stepper does.
 
         `before` has the preceding step's token of each request, in order. Calls `on_begun` when the computation begins.
         Calls `until_known` before it reads the requests; when `until_known` returns, the requests must hold the tokens

@@ -1,5 +1,6 @@
 """Define the flat tensors of one step. Prefill, chunked prefill and decode differ only in shapes."""
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from serving_core.requests import Share
+from serving_core.requests import Share, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class ForwardBatch:
     adapted_rows: Mapping[str, torch.Tensor]  # [rows] int64, the rows of each LoRA adapter in use
     starts: Sequence[int]  # query_starts as numbers, since reading a tensor would synchronize with the device
     longest_query: int  # tokens; the most of any request
-    context_lengths: Sequence[int]  # kv_lengths as numbers
+    context_lengths: list[int]  # kv_lengths as numbers
 
     @property
     def longest_context(self) -> int:
@@ -39,10 +40,24 @@ class ForwardBatch:
 
     def know(self, token_ids: Sequence[int]) -> None:
         """Set the tokens of a batch that was built before they were known."""
-        if self.token_ids.device.type == "cpu":
-            self.token_ids.numpy()[:] = token_ids  # without a tensor of its own
+        if self.token_ids.is_cpu:  # without a tensor of their own
+            (ctypes.c_int64 * len(token_ids)).from_address(self.token_ids.data_ptr())[:] = [*token_ids]
         else:
             self.token_ids.copy_(torch.tensor(token_ids, device="cpu"))
+
+    def look_ahead(self, works: Sequence[Work], block_size: int) -> bool:
+        """Add the next token of each request to context_lengths and the block tables of a decode step on the CPU.
+
+        Returns False, with nothing added, if the tables have too few columns. `works` are the next tokens. The batch
+        may be in use: a step reads neither context_lengths nor the columns behind its tokens.
+        """
+        new = [(row, work.start // block_size) for row, work in enumerate(works) if work.start % block_size == 0]
+        if any(column >= self.block_tables.shape[1] for _, column in new):
+            return False
+        for row, column in new:
+            self.block_tables[row, column] = works[row].block_ids[column]
+        self.context_lengths[:] = [length + 1 for length in self.context_lengths]
+        return True
 
     def wanting(self, rows: torch.Tensor) -> "ForwardBatch":
         """Return a copy of this batch whose logits are wanted for `rows` ([S] int64); it shares the other tensors."""

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
-from engine.attention.native import NativeAttention, NativePlan
+from engine.attention.native import Move, NativeAttention, NativePlan
 from engine.forward_batch import ForwardBatch
 from engine.model.layers import Embedding, FeedForward, Linear, Packed, RMSNorm
 from engine.model.llama import (
@@ -30,6 +30,7 @@ from engine.ops.native import ELEMENTS, NativeOps
 from engine.ops.rope import Rotation
 from engine.ops.tiled import Rotary
 from engine.quantization.quantized_linear import QuantizedMatrix
+from serving_core.requests import Work
 
 MOST_ROWS: Final = 64
 OPERATIONS_PER_LAYER: Final = 17  # at most seven, two sums over ranks, and four products of at most two each
@@ -62,8 +63,9 @@ def is_recordable(decoder: LlamaDecoder, attention: NativeAttention) -> bool:
 class NativeDecodePlan(NamedTuple):
     """The parts of a run that can be prepared before its tokens are known: plans by window, and tables by rope."""
 
-    attention: Sequence[NativePlan]
+    attention: list[NativePlan]
     rotations: Sequence[Rotation]
+    moves: list[Move]  # for each window, if the batch has yet to move to its next tokens; else empty
 
 
 class RotationTable:
@@ -101,6 +103,7 @@ class NativeDecode:
     """
 
     name = "native"
+    moves_batches = True
 
     def __init__(self, decoder: LlamaDecoder, attention: NativeAttention) -> None:
         """Record a decoder that is_recordable."""
@@ -129,11 +132,33 @@ class NativeDecode:
             return None
         if self._sums is not None and batch.longest_query > 1:
             return None  # on another rank, going module after module, sequence parallelism would divide them
+        plans = [self._attention.plan(batch, window) for window in self._plans]
+        return NativeDecodePlan(plans, self._rotations_of(batch), [])
+
+    def plan_behind(
+        self, batch: ForwardBatch, plan: NativeDecodePlan, works: Sequence[Work]
+    ) -> NativeDecodePlan | None:
+        """Prepare the step behind the one with this batch and plan, in the same memory, which `run` will move.
+
+        Returns None if the batch's block tables have no columns for the tokens of `works`.
+        """
+        if not batch.look_ahead(works, self._attention.pool.layout.block_size):
+            return None
+        moves = plan.moves or [
+            self._attention.move(batch, each, not index) for index, each in enumerate(plan.attention)
+        ]
+        return NativeDecodePlan(plan.attention, self._rotations_of(batch), moves)
+
+    def _rotations_of(self, batch: ForwardBatch) -> list[Rotation]:
         num_positions = batch.longest_context
-        return NativeDecodePlan(
-            [self._attention.plan(batch, window) for window in self._plans],
-            [table.up_to(num_positions) for table in self._rotations.values()],
-        )
+        return [table.up_to(num_positions) for table in self._rotations.values()]
+
+    def _move(self, batch: ForwardBatch, plan: NativeDecodePlan) -> None:
+        """Move the batch and its attention plans, which no step uses any more, to the next tokens."""
+        for index, (window, move) in enumerate(zip(self._plans, plan.moves, strict=True)):
+            if not move():  # the plan's memory is too small
+                plan.attention[index] = self._attention.plan(batch, window)
+                plan.moves[index] = self._attention.move(batch, plan.attention[index], not index)
 
     def run(self, batch: ForwardBatch, plan: NativeDecodePlan, on_taken: Callable[[], None]) -> Logits | None:
         """Compute the batch, given its plan; return on rank 0 the logits [T, vocab_size], of a single rank with maxima.
@@ -141,6 +166,8 @@ class NativeDecode:
         Both are valid until the next run. Calls `on_taken` when the inputs are known to the program. Raises IndexError,
         and writes nothing, if a token is outside the vocabulary or a slot outside the pool.
         """
+        if plan.moves:
+            self._move(batch, plan)
         num_rows, buffers, decoder = batch.starts[-1], self._buffers, self._decoder
         if not self._embeds:
             assert decoder.embed_tokens is not None

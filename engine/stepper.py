@@ -51,20 +51,22 @@ class StepStream:
         """Return a context in which the calling thread queues its work in this stream; on a CPU it does nothing."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    @contextmanager
-    def step(self, on_layer: OnLayer | None = None) -> Iterator["LayerReports"]:
+    def step(self, on_layer: OnLayer | None = None) -> AbstractContextManager["LayerReports"]:
         """Enclose the computation of a step; the context's value reports its layers to `on_layer`.
 
         On exit the device has computed the step, also if it failed, so that its blocks can be reused; on success all
         layers have been reported.
         """
         layers = LayerReports(on_layer, self._stream)
+        return nullcontext(layers) if self._stream is None else self._synchronized(self._stream, layers)
+
+    @contextmanager
+    def _synchronized(self, stream: torch.cuda.Stream, layers: "LayerReports") -> Iterator["LayerReports"]:
         try:
             yield layers
             layers.await_last()
         finally:
-            if self._stream is not None:
-                self._stream.synchronize()
+            stream.synchronize()
 
 
 class LayerReports:
@@ -172,7 +174,7 @@ class NextStep(Step[P, R]):
 
     follows: Callable[[R], bool] = field(kw_only=True)  # decides by the result before, in the engine's thread
     compute: Callable[[R, Callable[[], None], Callable[[], None]], R] = field(kw_only=True)
-    """Compute this step after the step before, given that step's result, in the engine's thread.
+    """Compute this step after the step before, given that step's result, in the engine's thread in inference mode.
 
     Calls the second argument when the computation begins, and the third before it needs what the event loop makes of
     the step before.
@@ -254,6 +256,7 @@ class Stepper(Generic[P, R]):
         loop.run_in_executor(self._thread, self._computed, loop, step, relay).add_done_callback(self._ended)
         return step
 
+    @torch.inference_mode()
     def _computed(self, loop: asyncio.AbstractEventLoop, step: Step[P, R], on_layer: OnLayer | None) -> R:
         """Compute, in the engine's thread, the step and the steps that follow it; return the result of the last."""
         failpoints.reach("step")

@@ -1,8 +1,10 @@
 """Attend on CPUs with the compiled kernels of engine/native, which read the paged pool in place."""
 
 import ctypes
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -12,6 +14,8 @@ from engine.native.library import ELEMENTS, NativeLibrary, Plan, native_library,
 from engine.native.program import NativeProgram, parallel_function
 
 _SHARED_WORK: Final = 8192  # scores; less work is done sooner than other threads wake up
+
+Move: TypeAlias = Callable[[], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +71,34 @@ class NativeAttention:
         plan.partials, plan.num_finished = partials.data_ptr(), num_finished.data_ptr()
         return self.finish(plan, (batch, units, partials, num_finished), num_scores)
 
+    def move(self, batch: ForwardBatch, plan: NativePlan, moves_rows: bool) -> Move:
+        """Return a function that makes `plan` that of the next step of its decode batch, in place.
+
+        With `moves_rows` it moves the batch to its next tokens first, which the block tables must hold. It returns 0 if
+        the plan's memory is too small, so that the batch needs another plan. Only for plans that a program runs:
+        whether `attend` uses several threads stays.
+        """
+        _, _, units, partials, *_ = plan.owners
+        rows = (batch.positions.data_ptr(), batch.slots.data_ptr()) if moves_rows else (None, None)
+        lengths = batch.query_starts.data_ptr(), batch.kv_lengths.data_ptr(), len(batch.context_lengths)
+        memory = units.numel() // self._library.unit_bytes, partials.numel() // self.num_partial_floats
+        return functools.partial(self._library.move, plan.address, *rows, *lengths, *memory)
+
     def finish(self, plan: Plan, owners: tuple[Any, ...], num_scores: int) -> NativePlan:
-        """Give `plan` its scratch memory and number of threads, and return it as a NativePlan.
+        """Give `plan` its scratch memory, and return it as a NativePlan.
 
         The plan's units must be set; `owners` keeps their memory alive. `num_scores` is the number of query-key
-        products: few are computed by one thread.
+        products: `attend` computes few with one thread.
         """
-        address, most_threads = ctypes.addressof(plan), plan.num_threads
+        address, num_threads = ctypes.addressof(plan), plan.num_threads
         scratch_bytes, scratch = self._library.scratch_bytes(address), self._scratch
-        if scratch.numel() < most_threads * scratch_bytes:
-            scratch = self._scratch = torch.empty(most_threads * scratch_bytes, dtype=torch.uint8)
+        if scratch.numel() < num_threads * scratch_bytes:
+            scratch = self._scratch = torch.empty(num_threads * scratch_bytes, dtype=torch.uint8)
         plan.partial_floats = self.num_partial_floats
-        plan.num_threads = num_threads = most_threads if num_scores >= _SHARED_WORK else 1
         plan.scratch, plan.scratch_bytes = scratch.data_ptr(), scratch_bytes
         owners = (plan, *owners, scratch)
-        return NativePlan(address, parallel_function() if num_threads > 1 else None, owners)
+        is_shared = num_threads > 1 and num_scores >= _SHARED_WORK
+        return NativePlan(address, parallel_function() if is_shared else None, owners)
 
     def another(self) -> "NativeAttention":
         """Return a new NativeAttention over the same pool, for another thread."""

@@ -121,6 +121,22 @@ EXPORTED void attention_units(const Plan *plan, const int32_t *query_starts, con
     counts[2] *= plan->num_heads / plan->num_kv_heads;
 }
 
+/* Moves the batch of a decode step, one row for each request, to the next tokens unless `positions` is NULL, and plans
+ * it anew in memory for `capacity` units and `max_partials` partials; returns 0 if that is too small. */
+EXPORTED int32_t attention_move(Plan *plan, int64_t *positions, int64_t *slots, const int32_t *query_starts,
+                                int32_t *kv_lengths, int32_t num_requests, int64_t capacity, int64_t max_partials) {
+    for (int32_t request = 0; positions != NULL && request < num_requests; ++request) {
+        int64_t position = ++positions[request];
+        const int32_t *blocks = plan->block_tables + request * plan->table_stride;
+        slots[request] = (int64_t)blocks[position / plan->block_size] * plan->block_size + position % plan->block_size;
+        ++kv_lengths[request];
+    }
+    int64_t counts[3];
+    attention_units(plan, query_starts, kv_lengths, num_requests, (Unit *)plan->units, capacity, counts);
+    plan->num_units = (int32_t)counts[0];
+    return counts[0] <= capacity && counts[1] <= max_partials;
+}
+
 static int32_t begin(Operation *operation, int32_t num_rows) {
     (void)num_rows;
     AttentionData *data = (AttentionData *)operation->data;

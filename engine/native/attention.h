@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define ATTENTION_VERSION 6 /* version of this interface; engine/native/library.py expects the same */
+#define ATTENTION_VERSION 7 /* version of this interface; engine/native/library.py expects the same */
 
 #define TILE_KEYS 256   /* keys scored at a time; tiles start at multiples of it */
 #define TILE_ROWS 192   /* query rows, times heads that share a key, that attend to one packed tile of keys */

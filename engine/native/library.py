@@ -22,7 +22,7 @@ from serving_core.flags import NATIVE as ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 
-VERSION: Final = 6  # ATTENTION_VERSION in native/attention.h
+VERSION: Final = 7  # ATTENTION_VERSION in native/attention.h
 VARIANTS: Final = ("amx", "avx512_bf16", "avx512", "avx2", "plain")  # the fastest first
 OFF: Final = "off"
 ELEMENTS: Final = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "fp8_e4m3": 4}
@@ -76,6 +76,9 @@ class NativeLibrary:
         self.units = library.attention_units
         self.units.restype = None
         self.units.argtypes = [pointer, pointer, pointer, ctypes.c_int32, pointer, int64, pointer]
+        self.move = library.attention_move
+        self.move.restype = ctypes.c_int32
+        self.move.argtypes = [pointer, pointer, pointer, pointer, pointer, ctypes.c_int32, int64, int64]
         self.add = library.attention_add
         self.add.restype = ctypes.c_int32
         self.add.argtypes = [pointer, pointer, pointer, int64, pointer, pointer, pointer]

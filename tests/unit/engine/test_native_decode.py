@@ -1,5 +1,6 @@
 """Decode as one native program against the same decoder, module after module: equal to the bit."""
 
+import ctypes
 import itertools
 import os
 import random
@@ -11,7 +12,7 @@ import torch
 
 from engine.build import build_engine
 from engine.forward_batch import build_batch
-from engine.native.library import ENVIRONMENT, OFF
+from engine.native.library import ENVIRONMENT, OFF, native_library
 from engine.native.linear import best_variant
 from engine.native.ops_library import best_variant as best_ops
 from engine.native.program import NativeProgram
@@ -20,7 +21,7 @@ from engine.ops.base import Norm
 from engine.ops.native import NativeOps
 from engine.ops.rope import RotaryEmbedding
 from serving_core.model_files.rope import DefaultRope
-from serving_core.requests import Share
+from serving_core.requests import Request, Share, Work
 from serving_core.settings import EngineSettings
 from tests.effort import effort
 from tests.tiny_models import VOCAB_SIZE
@@ -160,6 +161,48 @@ def test_a_request_has_the_same_bits_alone_and_in_a_batch(folder_of):
             share = Share([int(batch.token_ids[row])], length - 1, batch.block_tables[row].tolist(), samples=True)
             alone = run_program(engine.program, build_batch([share], BLOCK_SIZE, torch.device("cpu")))
             assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("name", ["llama", "some-windows-tied"])
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_step_behind_another_is_the_one_that_is_built_of_its_tokens(folder_of, name, has_begun):
+    """Whether the step before it has begun, or not yet moved its batch, when it is prepared."""
+    engine = engine_of(folder_of(name))
+    torch.set_num_threads(3)  # little work is not divided, and becomes more
+    fill_once(engine.pool)
+    starts, tables = [0, 230, 500], [list(range(40 * row, 40 * row + 40)) for row in range(3)]
+    requests = [Request(str(row), 0, [0], 1, greedy(1)) for row in range(3)]
+    draw, num_moved = random.Random(1), 0
+
+    def works_of(step):
+        rows = zip(requests, starts, tables, strict=True)
+        return [Work(request, start + step, 1, table) for request, start, table in rows]
+
+    steps = [engine.prepare(works_of(0))]
+
+    def prepare_next():
+        steps.append(engine.prepare(works_of(len(steps)), steps[-1]))
+
+    for step in range(60):  # over ends of blocks, and of the tiles of 256 keys
+        prepared, token_ids = steps[-1], draw.choices(range(VOCAB_SIZE), k=3)
+        if not has_begun:
+            prepare_next()
+        on_taken = prepare_next if has_begun else lambda: None
+        with torch.inference_mode():
+            prepared.batch.know(token_ids)
+            logits = engine.program.run(prepared.batch, prepared.plan, on_taken).rows
+            fresh = engine.prepare(works_of(step))
+            fresh.batch.know(token_ids)
+            assert torch.equal(logits, engine.model(fresh.batch, engine.attention)), step
+        assert units_of(prepared.plan) == units_of(fresh.plan)
+        num_moved += steps[-1].batch is prepared.batch
+    assert 50 < num_moved < 60  # the others found their block tables full
+
+
+def units_of(plan):
+    """How a step's attention is divided."""
+    unit_bytes, plans = native_library().unit_bytes, [each.owners[0] for each in plan.attention]
+    return [ctypes.string_at(each.units, each.num_units * unit_bytes) for each in plans]
 
 
 def test_answers_are_those_of_the_modules(folder_of):
